@@ -1,0 +1,1 @@
+"""The authors' published checkpoints: read without running them, and turned into our own files."""
