@@ -1,0 +1,1 @@
+"""The mathematics: invertible dense and residual flows. Imports torch only."""

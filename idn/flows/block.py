@@ -1,0 +1,28 @@
+"""The invertible residual block F(x) = x + g(x) with Lip(g) < 1."""
+
+from typing import Any
+
+from torch import Tensor
+
+from idn.flows.branches import Branch
+from idn.flows.draws import Draws
+from idn.flows.elementary import Layer
+from idn.flows.inverse import fixed_point
+from idn.flows.logdet import LogdetRule, block_logdet
+
+
+class Block(Layer):
+    """F(x) = x + g(x), its log-det by a rule, its inverse by a fixed point."""
+
+    def __init__(self, branch: Branch, name: str) -> None:
+        super().__init__()
+        self.branch = branch
+        self.name = name
+        self.recompute = False
+
+    def forward(self, x: Tensor, draws: Draws, rule: LogdetRule, *_: Any) -> tuple[Tensor, Tensor]:
+        gx, logdet = block_logdet(self.branch(), x, draws, rule, self.recompute)
+        return x + gx, logdet
+
+    def inverse(self, y: Tensor) -> Tensor:
+        return fixed_point(self.branch().value, y)

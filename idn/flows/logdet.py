@@ -1,0 +1,206 @@
+"""log det(I + J_g) per sample: exact, by the trace, by a truncated series or by Russian roulette.
+
+    log det(I + J) = sum_k (-1)^(k+1) / k tr(J^k)
+
+All stochastic rules are the same series with other coefficients c_k: 1 up to a fixed term (truncated), or
+1 / P(N >= k - e) after e exact terms (roulette), with tr(J^k) replaced by v^T J^k v for a probe v ~ N(0, I).
+The gradient is that of w^T J v with w = sum_k (-1)^k c_(k+1) (J^T)^k v held fixed (the Neumann series): J v is a tangent,
+w needs no graph, so memory does not grow with the number of terms. The value is the unbiased series, which the same
+products give for free.
+"""
+
+import math
+import sys
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from idn.errors import UserError
+from idn.flows.draws import Draws
+from idn.flows.maps import Map, Pull
+
+RULES = ("exact", "trace", "series", "roulette")
+LENGTHS = ("poisson", "geometric")
+MOST_TERMS = 1000
+
+
+@dataclass(frozen=True)
+class LogdetRule:
+    """How the log-det of a block is computed."""
+
+    rule: Literal["exact", "trace", "series", "roulette"] = "roulette"
+    """exact: from the whole Jacobian; trace: exact traces, `terms` terms; series: probes, `terms` terms; roulette."""
+    terms: int = 10
+    """Number of terms of a truncated series."""
+    exact_terms: int = 2
+    """Terms that the roulette always takes."""
+    lengths: Literal["poisson", "geometric"] = "poisson"
+    """Distribution of the number of further terms."""
+    parameter: float = 2.0
+    """Rate of the Poisson, or success probability of the geometric distribution."""
+    samples: int = 1
+    """Roulette lengths whose coefficients are averaged."""
+    probes: int = 1
+    """Probe vectors per sample."""
+
+    def __post_init__(self) -> None:
+        if self.rule not in RULES:
+            raise UserError(f"unknown log-det rule {self.rule!r}; expected one of {', '.join(RULES)}")
+        if self.lengths not in LENGTHS:
+            raise UserError(f"unknown roulette {self.lengths!r}; expected one of {', '.join(LENGTHS)}")
+        if self.terms < 1 or self.samples < 1 or self.probes < 1 or self.exact_terms < 0:
+            raise UserError(
+                f"terms {self.terms}, samples {self.samples}, probes {self.probes} must be at least 1 "
+                f"and exact_terms {self.exact_terms} at least 0"
+            )
+        if not (self.parameter > 0 and (self.lengths == "poisson" or self.parameter < 1)):
+            raise UserError(f"roulette parameter {self.parameter} is out of range for {self.lengths}")
+
+    def survival(self, n: int) -> float:
+        """P(N >= n)."""
+        if n <= 0:
+            return 1.0
+        if self.lengths == "geometric":
+            return (1 - self.parameter) ** (n - 1)
+        term = math.exp(-self.parameter + n * math.log(self.parameter) - math.lgamma(n + 1))
+        tail = 0.0
+        for k in range(n, n + 100):
+            tail += term
+            term *= self.parameter / (k + 1)
+        return max(tail, sys.float_info.min)
+
+    def length(self, uniform: float) -> int:
+        """The draw of N that a uniform number stands for."""
+        n = 0
+        while self.survival(n + 1) > uniform and n < MOST_TERMS:
+            n += 1
+        return n
+
+    def coefficients(self, draws: Draws) -> list[float]:
+        """c_1, c_2, ..., c_K."""
+        if self.rule != "roulette":
+            return [1.0] * self.terms
+        lengths = [self.length(draws.uniform()) for _ in range(self.samples)]
+        return [
+            sum(n >= k - self.exact_terms for n in lengths)
+            / self.samples
+            / self.survival(k - self.exact_terms)
+            for k in range(1, self.exact_terms + max(lengths) + 1)
+        ]
+
+
+def block_logdet(
+    g: Map, x: Tensor, draws: Draws, rule: LogdetRule, recompute: bool = False
+) -> tuple[Tensor, Tensor]:
+    """g(x) and log det(I + J_g(x)) per sample, both differentiable."""
+    if rule.rule == "exact":
+        return exact_logdet(g, x)
+    if rule.rule == "trace":
+        return trace_logdet(g, x, rule.terms)
+    coefficients = rule.coefficients(draws)
+    v = torch.cat([draws.normal(x) for _ in range(rule.probes)])
+    if recompute and torch.is_grad_enabled():
+        gx, logdet, *_ = _Recomputed.apply(g, x, v, coefficients, *g.tensors())
+        return gx, logdet
+    return series_logdet(g, x, v, coefficients)
+
+
+def series_logdet(g: Map, x: Tensor, v: Tensor, coefficients: list[float]) -> tuple[Tensor, Tensor]:
+    """The series with probes v and coefficients c_k; its gradient by the Neumann series."""
+    n = len(x)
+    if not torch.is_grad_enabled():
+        gx, pull = g.push(x, n)
+        return gx, power_series(pull, v, None, coefficients, n)[0]
+    rows, pull = g.push(torch.cat([x, v]), n)
+    gx, jv = rows[:n], rows[n:]
+    with torch.no_grad():
+        value, w = power_series(pull, v, jv, coefficients, n)
+    surrogate = per_sample_dot(w, jv, n)
+    return gx, value + (surrogate - surrogate.detach())
+
+
+def power_series(
+    pull: Pull, v: Tensor, jv: Tensor | None, coefficients: list[float], n: int
+) -> tuple[Tensor, Tensor]:
+    """The value sum_k (-1)^(k+1) c_k / k v^T J^k v, and w = sum_k (-1)^k c_(k+1) (J^T)^k v.
+
+    With J v at hand the last product is saved: v^T J^k v = ((J^T)^(k-1) v)^T (J v).
+    """
+    power, w, value = v, torch.zeros_like(v), v.new_zeros(n)
+    for k, c in enumerate(coefficients, start=1):
+        sign = -1.0 if k % 2 == 0 else 1.0
+        w = w + sign * c * power
+        if jv is not None:
+            value = value + sign * c / k * per_sample_dot(power, jv, n)
+        if jv is None or k < len(coefficients):
+            power = pull(power)
+        if jv is None:
+            value = value + sign * c / k * per_sample_dot(power, v, n)
+    return value, w
+
+
+def per_sample_dot(a: Tensor, b: Tensor, n: int) -> Tensor:
+    """Inner products of rows, averaged over the probes of each sample."""
+    return (a * b).flatten(1).sum(1).view(-1, n).mean(0)
+
+
+class _Recomputed(torch.autograd.Function):
+    """`series_logdet` that keeps x, v and w only; the backward pass makes the branch's activations again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, g: Map, x: Tensor, v: Tensor, coefficients: list[float], *tensors: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        gx, pull = g.push(x, len(x))
+        value, w = power_series(pull, v, None, coefficients, len(x))
+        ctx.g = g
+        ctx.save_for_backward(x, v, w, *tensors)
+        return gx, value
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, v, w, *tensors = ctx.saved_tensors
+        inputs = [t.detach().requires_grad_(t.is_floating_point()) for t in (x, *tensors)]
+        with torch.enable_grad():
+            g = ctx.g.with_tensors(iter(inputs[1:]))
+            rows, _ = g.push(torch.cat([inputs[0], v]), len(x))
+            outputs = (rows[: len(x)], per_sample_dot(w, rows[len(x) :], len(x)))
+            found = torch.autograd.grad(outputs, inputs, grads, allow_unused=True)
+        return (None, found[0], None, None, *found[1:])
+
+
+def jacobian(g: Map, x: Tensor) -> tuple[Tensor, Tensor]:
+    """g(x) and the whole Jacobian, N x d x d, differentiable: one tangent per dimension."""
+    n, d = len(x), x[0].numel()
+    eye = torch.eye(d, dtype=x.dtype, device=x.device)
+    if torch.is_grad_enabled():
+        basis = eye[:, None].expand(d, n, d).reshape(d * n, *x.shape[1:])
+        rows, _ = g.push(torch.cat([x, basis]), n)
+        return rows[:n], rows[n:].reshape(d, n, d).permute(1, 2, 0)
+    gx, pull = g.push(x, n)
+    chunks = eye.split(max(1, 1024 // n))
+    parts = [
+        pull(part[:, None].expand(-1, n, d).reshape(-1, *x.shape[1:])).view(len(part), n, d)
+        for part in chunks
+    ]
+    return gx, torch.cat(parts).transpose(0, 1)
+
+
+def exact_logdet(g: Map, x: Tensor) -> tuple[Tensor, Tensor]:
+    """From the whole Jacobian. det(I + J) > 0 since Lip(g) < 1, and in two dimensions it is one line."""
+    gx, j = jacobian(g, x)
+    if j.shape[-1] == 2:
+        return gx, torch.log((1 + j[:, 0, 0]) * (1 + j[:, 1, 1]) - j[:, 0, 1] * j[:, 1, 0])
+    return gx, torch.linalg.slogdet(torch.eye(j.shape[-1], dtype=j.dtype, device=j.device) + j).logabsdet
+
+
+def trace_logdet(g: Map, x: Tensor, terms: int) -> tuple[Tensor, Tensor]:
+    """The truncated series with exact traces."""
+    gx, j = jacobian(g, x)
+    power, total = j, torch.zeros_like(gx.flatten(1)[:, 0])
+    for k in range(1, terms + 1):
+        total = total + (-1.0) ** (k + 1) / k * power.diagonal(dim1=1, dim2=2).sum(1)
+        power = power @ j
+    return gx, total
