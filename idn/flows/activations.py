@@ -33,11 +33,7 @@ class Pointwise(Map):
     def push(self, rows: Tensor, n: int) -> tuple[Tensor, Pull]:
         points, tangents = wide(rows[:n]), wide(rows[n:])
         slope = self.slope(points)
-        out = (
-            self.value(points)
-            if len(rows) == n
-            else torch.cat([self.value(points), per_point(tangents, slope)])
-        )
+        out = self.value(points) if len(rows) == n else torch.cat([self.value(points), per_point(tangents, slope)])
         kept = slope.detach().to(rows.dtype)
         return out.to(rows.dtype), lambda u: per_point(u, kept)
 

@@ -1,4 +1,4 @@
-"""From a configuration to the chain of layers (Figure 1 of the paper's reference architecture, Appendix B)."""
+"""From a configuration to the chain of layers (Appendix B)."""
 
 from collections.abc import Iterator
 
@@ -21,8 +21,7 @@ def assemble(config: FlowConfig, converge: bool = True) -> nn.ModuleList:
         stream(config.seed, "weights"),
         converge,
     )
-    layers = vector_layers(config, maker) if len(config.shape) == 1 else image_layers(config, maker)
-    return nn.ModuleList(layers)
+    return nn.ModuleList((vector_layers if len(config.shape) == 1 else image_layers)(config, maker))
 
 
 def normalised(config: FlowConfig, block: Block, channels: int) -> Iterator[Layer]:
@@ -46,7 +45,7 @@ def vector_layers(config: FlowConfig, maker: LayerMaker) -> Iterator[Layer]:
         yield from normalised(config, Block(branch, f"block{i + 1}"), dims)
 
 
-def image_layers(config: FlowConfig, maker: LayerMaker) -> Iterator[Layer]:
+def image_layers(config: FlowConfig, maker: LayerMaker) -> Iterator[Layer | FactorOut]:
     """Logit, ActNorm, scales of blocks with a squeeze between them, and fully connected blocks at the end."""
     channels, height, width = config.shape
     if config.logit_alpha is not None:
@@ -62,9 +61,7 @@ def image_layers(config: FlowConfig, maker: LayerMaker) -> Iterator[Layer]:
                 branch = maker.dense_conv_branch(channels, (height, width), config.depth, config.growth)
             else:
                 active = config.first_activation or (scale, i) != (1, 0)
-                branch = maker.residual_conv_branch(
-                    channels, (height, width), config.width, active, config.kernels
-                )
+                branch = maker.residual_conv_branch(channels, (height, width), config.width, active, config.kernels)
             yield from normalised(config, Block(branch, f"scale{scale}.block{i + 1}"), channels)
         if scale < len(config.blocks):
             yield Squeeze()

@@ -9,6 +9,7 @@ from idn.flows.draws import Draws
 from idn.flows.elementary import Layer
 from idn.flows.inverse import fixed_point
 from idn.flows.logdet import LogdetRule, block_logdet
+from idn.flows.maps import InPrecision
 
 
 class Block(Layer):
@@ -25,4 +26,7 @@ class Block(Layer):
         return x + gx, logdet
 
     def inverse(self, y: Tensor) -> Tensor:
-        return fixed_point(self.branch().value, y)
+        g = self.branch()
+        # The noise of low-precision products has no fixed point: the rounded weights are multiplied in y's precision.
+        exact = g.inner.with_tensors(t.to(y.dtype) for t in g.inner.tensors()) if isinstance(g, InPrecision) else g
+        return fixed_point(exact.value, y)

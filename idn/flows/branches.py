@@ -1,6 +1,7 @@
 """The branches g of a block F(x) = x + g(x): modules that hold the parameters and give g as a map."""
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -99,9 +100,7 @@ class LayerMaker:
         self.activation, self.generator, self.converge = activation, generator, converge
 
     def linear(self, inputs: int, outputs: int, weight_scale: float = 1.0) -> SpectralLayer:
-        return self._started(
-            SpectralLayer(inputs, outputs, self.coeff, self.generator, weight_scale=weight_scale)
-        )
+        return self._started(SpectralLayer(inputs, outputs, self.coeff, self.generator, weight_scale=weight_scale))
 
     def conv(self, inputs: int, outputs: int, kernel: int, image_size: tuple[int, int]) -> SpectralLayer:
         return self._started(SpectralLayer(inputs, outputs, self.coeff, self.generator, kernel, image_size))
@@ -116,9 +115,7 @@ class LayerMaker:
             layer, make_activation(self.activation), Concatenation(self.concat_coeff, self.learnable_concat)
         )
 
-    def dense_conv_branch(
-        self, channels: int, image_size: tuple[int, int], depth: int, growth: int
-    ) -> Branch:
+    def dense_conv_branch(self, channels: int, image_size: tuple[int, int], depth: int, growth: int) -> Branch:
         """`depth` times 3x3 convolution, activation, concatenation; then a 1x1 convolution back (Table 2)."""
         new = halved(growth, self.activation)
         parts: list[nn.Module] = [
@@ -165,7 +162,7 @@ class LayerMaker:
         """(inputs, outputs) of each layer when an activation that widens stands before it."""
         widening = make_activation(self.activation).widening
         pairs = []
-        for i, (before, after) in enumerate(zip(widths, widths[1:], strict=False)):
+        for i, (before, after) in enumerate(pairwise(widths)):
             last = i == len(widths) - 2
             inputs = before if i > 0 else before * (widening if first_activation else 1)
             pairs.append((inputs, after if last else halved(after, self.activation)))

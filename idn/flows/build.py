@@ -44,9 +44,7 @@ def cifar10_config(size: str) -> FlowConfig:
     return image_size(base, size, paper_growth=124, full_growth=172, tiny_growth=16)
 
 
-def image_size(
-    base: FlowConfig, size: str, paper_growth: int, full_growth: int, tiny_growth: int
-) -> FlowConfig:
+def image_size(base: FlowConfig, size: str, paper_growth: int, full_growth: int, tiny_growth: int) -> FlowConfig:
     """4-4-4 blocks (paper), 16-16-16 with CLipSwish (full), and 1-1-1 narrow ones (tiny)."""
     if size == "full":
         return replace(base, blocks=(16, 16, 16), growth=full_growth, activation="clipswish")
@@ -72,10 +70,8 @@ def make_config(dataset: str, model: str, size: str = "paper", **overrides: Any)
         raise UserError(f"unknown model {model!r}; expected one of {', '.join(MODELS)}")
     if size not in SIZES:
         raise UserError(f"unknown size {size!r}; expected one of {', '.join(SIZES)}")
-    if dataset in TOY:
-        config = toy_config(size)
-    else:
-        config = mnist_config(size) if "mnist" in dataset else cifar10_config(size)
+    family = toy_config if dataset in TOY else mnist_config if "mnist" in dataset else cifar10_config
+    config = family(size)
     if model == "residual":
         # The published full-size Residual Flow keeps LipSwish.
         config = replace(config, branch="residual", activation="lipswish")

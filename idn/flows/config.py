@@ -71,21 +71,15 @@ class FlowConfig:
         if self.branch not in BRANCHES:
             raise UserError(f"unknown branch {self.branch!r}; expected one of {', '.join(BRANCHES)}")
         if self.activation not in ACTIVATIONS:
-            raise UserError(
-                f"unknown activation {self.activation!r}; expected one of {', '.join(ACTIVATIONS)}"
-            )
+            raise UserError(f"unknown activation {self.activation!r}; expected one of {', '.join(ACTIVATIONS)}")
         for name in ("coeff", "concat_coeff"):
             if not 0 < getattr(self, name) < 1:
-                raise UserError(
-                    f"{name} {getattr(self, name)} must lie between 0 and 1, or blocks are not invertible"
-                )
+                raise UserError(f"{name} {getattr(self, name)} must lie between 0 and 1, or blocks are not invertible")
         for name in ("depth", "growth", "width", "hidden", "fc_width", "fc_stem", "fc_growth"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name} {getattr(self, name)} must be at least 1")
         if not self.blocks or min(self.blocks) < 0 or self.fc_blocks < 0:
-            raise UserError(
-                f"blocks {self.blocks} and fc_blocks {self.fc_blocks} must not be negative or empty"
-            )
+            raise UserError(f"blocks {self.blocks} and fc_blocks {self.fc_blocks} must not be negative or empty")
         if self.logit_alpha is not None and not 0 <= self.logit_alpha < 0.5:
             raise UserError(f"logit_alpha {self.logit_alpha} must lie in [0, 0.5)")
         if len(self.shape) == 1 and len(self.blocks) != 1:
@@ -109,9 +103,7 @@ class FlowConfig:
         """The inverse of `to_dict`, also after a trip through JSON."""
         known = {f.name for f in dataclasses.fields(cls)}
         if unknown := sorted(set(values) - known):
-            raise UserError(
-                f"unknown flow setting {unknown[0]!r}; expected some of {', '.join(sorted(known))}"
-            )
+            raise UserError(f"unknown flow setting {unknown[0]!r}; expected some of {', '.join(sorted(known))}")
         values = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
         for name in ("train_logdet", "eval_logdet"):
             if isinstance(values.get(name), dict):

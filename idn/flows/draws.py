@@ -31,9 +31,7 @@ class Draws:
         if isinstance(self.probes, torch.Generator):
             drawn = torch.randn(like.shape, generator=self.probes, dtype=torch.float32)
         else:
-            each = [
-                torch.randn(like.shape[1:], generator=probe, dtype=torch.float32) for probe in self.probes
-            ]
+            each = [torch.randn(like.shape[1:], generator=probe, dtype=torch.float32) for probe in self.probes]
             drawn = torch.stack(each)
         return drawn.to(like)
 

@@ -24,9 +24,7 @@ def save(flow: Flow, path: str | PathLike[str], ema: dict[str, Tensor] | None = 
     tensors = {name: tensor.detach().contiguous().cpu() for name, tensor in flow.state_dict().items()}
     if unknown := sorted(set(ema or {}) - set(tensors)):
         raise UserError(f"the averaged weights hold {unknown[0]!r}, which this flow does not have")
-    tensors |= {
-        EMA_PREFIX + name: tensor.detach().contiguous().cpu().clone() for name, tensor in (ema or {}).items()
-    }
+    tensors |= {EMA_PREFIX + name: tensor.detach().contiguous().cpu().clone() for name, tensor in (ema or {}).items()}
     metadata = {"idn": json.dumps({"format": FORMAT, "config": flow.config.to_dict()})}
     try:
         handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
@@ -35,7 +33,7 @@ def save(flow: Flow, path: str | PathLike[str], ema: dict[str, Tensor] | None = 
         raise UserError(f"cannot write {path}: {error.strerror}") from error
     try:
         save_file(tensors, temporary, metadata)
-        os.replace(temporary, path)
+        Path(temporary).replace(path)
     except OSError as error:
         raise UserError(f"cannot write {path}: {error}") from error
     finally:
@@ -51,13 +49,9 @@ def load(path: str | PathLike[str], ema: bool = True) -> Flow:
         with safetensors.safe_open(path, "pt") as file:
             header = json.loads((file.metadata() or {}).get("idn", "null"))
             if not isinstance(header, dict):
-                raise UserError(
-                    f"{path} is a safetensors file of something else: it holds no idn configuration"
-                )
+                raise UserError(f"{path} is a safetensors file of something else: it holds no idn configuration")
             if header.get("format") != FORMAT:
-                raise UserError(
-                    f"{path} has format {header.get('format')}; this version of idn reads {FORMAT}"
-                )
+                raise UserError(f"{path} has format {header.get('format')}; this version of idn reads {FORMAT}")
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (safetensors.SafetensorError, json.JSONDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is damaged or not a flow: {error}") from error
@@ -66,9 +60,7 @@ def load(path: str | PathLike[str], ema: bool = True) -> Flow:
     except (KeyError, TypeError) as error:
         raise UserError(f"{path} holds a configuration that cannot be read: {error}") from error
     raw = {name: tensor for name, tensor in tensors.items() if not name.startswith(EMA_PREFIX)}
-    averaged = {
-        name.removeprefix(EMA_PREFIX): t for name, t in tensors.items() if name.startswith(EMA_PREFIX)
-    }
+    averaged = {name.removeprefix(EMA_PREFIX): t for name, t in tensors.items() if name.startswith(EMA_PREFIX)}
     _put(flow, raw | averaged if ema else raw, path)
     if ema and averaged and not any(name.endswith(".u") for name in averaged):
         flow.update_norms(iterations=50)  # the file's singular vectors belong to the raw weights

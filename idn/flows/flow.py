@@ -4,7 +4,7 @@ import math
 import re
 from collections.abc import Iterator
 from os import PathLike
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -81,8 +81,6 @@ class Flow(nn.Module):
     def blocks(self) -> list[Block]:
         return [layer for layer in self.chain if isinstance(layer, Block)]
 
-    # --- Likelihood ---------------------------------------------------------------------------------------------
-
     def forward(self, x: Tensor, draws: Draws) -> Likelihood:
         """The differentiable likelihood of a batch, with the training or the evaluation rule for the log-det."""
         rule = self.config.train_logdet if self.training else self.config.eval_logdet
@@ -114,8 +112,6 @@ class Flow(nn.Module):
                 total = total + logdet
         return torch.cat([*left, x.flatten(1)], 1), total
 
-    # --- Samples ------------------------------------------------------------------------------------------------
-
     @torch.no_grad()
     def decode(self, z: Tensor) -> Tensor:
         """x = F^-1(z), to the tolerance of `idn.flows.inverse`; an error names samples that did not converge."""
@@ -130,8 +126,8 @@ class Flow(nn.Module):
             size = self.dims // 2 ** (i + 1)
             left.append(x[:, :size])
             x = x[:, size:]
-        for layer in reversed(self.chain):
-            x = layer.join(x, left.pop()) if isinstance(layer, FactorOut) else layer.inverse(x)
+        for layer in reversed(list(self.chain)):
+            x = layer.join(x, left.pop()) if isinstance(layer, FactorOut) else layer.inverse(x)  # type: ignore[operator]
         return x
 
     @torch.no_grad()
@@ -145,8 +141,6 @@ class Flow(nn.Module):
         z = temperature * torch.randn(n, self.dims, generator=generator)
         x = self.decode(z.to(next(self.parameters())))
         return x if self.config.logit_alpha is None else x.clamp(0, 1)
-
-    # --- Training -----------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def initialize(self, x: Tensor, reduce: Reduce = lambda total: total) -> None:
@@ -193,7 +187,7 @@ class Flow(nn.Module):
 
     @property
     def gradient_scale(self) -> float:
-        """Gradients inside the flow are this much larger, so that fp16 does not lose small ones; outside they are not."""
+        """Gradients are this much larger inside the flow, so that fp16 keeps small ones; outside they are as ever."""
         return self._gradient_scale
 
     @gradient_scale.setter
@@ -203,8 +197,6 @@ class Flow(nn.Module):
             for parameter in self.parameters():
                 if parameter.requires_grad:
                     self._unscaling.append(parameter.register_hook(lambda grad: grad / self._gradient_scale))
-
-    # --- Looking inside -----------------------------------------------------------------------------------------
 
     def spectral_layers(self) -> Iterator[tuple[str, SpectralLayer]]:
         """All normalised layers with names like scale1.block2.layer3."""
@@ -225,8 +217,6 @@ class Flow(nn.Module):
         """Trainable parameters."""
         return sum(p.numel() for p in self.parameters() if p.requires_grad)
 
-    # --- Files --------------------------------------------------------------------------------------------------
-
     def save(self, path: str | PathLike[str], ema: dict[str, Tensor] | None = None) -> None:
         """Writes weights and configuration as safetensors; `ema` is a second set of weights stored beside."""
         from idn.flows.files import save
@@ -246,12 +236,12 @@ class Flow(nn.Module):
 
 class _ScaledGradient(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, scale: float) -> Tensor:  # type: ignore[no-untyped-def]
+    def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
         ctx.scale = scale
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx, *grads: Tensor) -> tuple[Tensor, None]:  # type: ignore[no-untyped-def]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return grads[0] * ctx.scale, None
 
 

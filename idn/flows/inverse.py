@@ -18,9 +18,7 @@ class NotInvertedError(RuntimeError):
     """Samples whose fixed point was not found to the tolerance."""
 
     def __init__(self, samples: list[int], residuals: list[float], tolerance: float, iterations: int) -> None:
-        worst = ", ".join(
-            f"{s} (residual {r:.1e})" for s, r in list(zip(samples, residuals, strict=True))[:8]
-        )
+        worst = ", ".join(f"{s} (residual {r:.1e})" for s, r in list(zip(samples, residuals, strict=True))[:8])
         more = f" and {len(samples) - 8} more" if len(samples) > 8 else ""
         super().__init__(
             f"the inverse did not converge to {tolerance:.1e} in {iterations} iterations for samples {worst}{more}; "
@@ -32,6 +30,11 @@ class NotInvertedError(RuntimeError):
 def default_tolerance(dtype: torch.dtype) -> float:
     """The largest residual per entry that counts as converged, relative to 1 + |y|."""
     return 32 * torch.finfo(dtype).eps
+
+
+GOAL = 1 / 16
+"""Iterations go on to this share of the tolerance, as long as they still gain anything on roundoff."""
+STALE = 4
 
 
 def fixed_point(
@@ -52,18 +55,15 @@ def fixed_point(
     found = y.clone()
     allowed = tolerance * (1 + y.abs().amax(1))
     active = torch.arange(len(y), device=y.device)
-    x, best = (
-        y - g(y.view(shape)).flatten(1),
-        torch.full((len(y),), float("inf"), dtype=y.dtype, device=y.device),
-    )
-    xs, residuals = y[:, None, :0], y[:, None, :0]
-    xs = y.new_zeros(len(y), 0, y.shape[1])
-    residuals = xs
+    x = y - g(y.view(shape)).flatten(1)
+    best = torch.full_like(allowed, float("inf"))
+    stale = torch.zeros_like(active)
+    xs = residuals = y.new_zeros(len(y), 0, y.shape[1])
     for _ in range(iterations):
-        target = y[active]
-        residual = target - g(x.view(-1, *shape[1:])).flatten(1) - x
+        residual = y[active] - g(x.view(-1, *shape[1:])).flatten(1) - x
         size = residual.abs().amax(1)
-        done = size <= allowed[active]
+        stale[active] = torch.where(size < 0.9 * best[active], 0, stale[active] + 1)
+        done = (size <= GOAL * allowed[active]) | ((size <= allowed[active]) & (stale[active] >= STALE))
         found[active[done]] = x[done]
         if bool(done.all()):
             return found.view(shape)

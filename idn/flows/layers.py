@@ -48,17 +48,13 @@ class SpectralLayer(nn.Module):
         self.padding = None if kernel is None else kernel // 2
         shape = (outputs, inputs) if kernel is None else (outputs, inputs, kernel, kernel)
         spread = 1 / math.sqrt(math.prod(shape[1:]))
-        self.weight = nn.Parameter(
-            torch.empty(shape).uniform_(-spread, spread, generator=generator) * weight_scale
-        )
+        self.weight = nn.Parameter(torch.empty(shape).uniform_(-spread, spread, generator=generator) * weight_scale)
         self.bias = nn.Parameter(torch.empty(outputs).uniform_(-spread, spread, generator=generator))
         # A 1x1 convolution acts on each pixel alone, so one pixel has the operator's norm.
         size = () if kernel is None else (1, 1) if kernel == 1 else image_size
         self.register_buffer("v", unit(torch.randn(1, inputs, *size, generator=generator)))
         self.register_buffer("u", torch.zeros(1, outputs, *size))
-        self.register_buffer(
-            "noise", unit(torch.randn(1, inputs, *size, generator=generator)), persistent=False
-        )
+        self.register_buffer("noise", unit(torch.randn(1, inputs, *size, generator=generator)), persistent=False)
         self.register_buffer("sigma", torch.zeros(()))
         self.register_buffer("slack", torch.zeros(()))
         self.register_buffer("shrink", torch.ones(()))
@@ -74,9 +70,7 @@ class SpectralLayer(nn.Module):
 
     def forward(self) -> Affine:
         weight = self.normalised()
-        return Affine(
-            weight if self.precision is None else weight.to(self.precision), self.bias, self.padding
-        )
+        return Affine(weight if self.precision is None else weight.to(self.precision), self.bias, self.padding)
 
     def normalised(self) -> Tensor:
         """The weight before it is rounded to `precision`."""

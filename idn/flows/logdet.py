@@ -4,9 +4,9 @@
 
 All stochastic rules are the same series with other coefficients c_k: 1 up to a fixed term (truncated), or
 1 / P(N >= k - e) after e exact terms (roulette), with tr(J^k) replaced by v^T J^k v for a probe v ~ N(0, I).
-The gradient is that of w^T J v with w = sum_k (-1)^k c_(k+1) (J^T)^k v held fixed (the Neumann series): J v is a tangent,
-w needs no graph, so memory does not grow with the number of terms. The value is the unbiased series, which the same
-products give for free.
+The gradient is that of w^T J v with w = sum_k (-1)^k c_(k+1) (J^T)^k v held fixed (the Neumann series). J v is a
+tangent and w needs no graph, so memory does not grow with the number of terms. The value is the unbiased series,
+which the same products give for free.
 """
 
 import math
@@ -84,16 +84,12 @@ class LogdetRule:
             return [1.0] * self.terms
         lengths = [self.length(draws.uniform()) for _ in range(self.samples)]
         return [
-            sum(n >= k - self.exact_terms for n in lengths)
-            / self.samples
-            / self.survival(k - self.exact_terms)
+            sum(n >= k - self.exact_terms for n in lengths) / self.samples / self.survival(k - self.exact_terms)
             for k in range(1, self.exact_terms + max(lengths) + 1)
         ]
 
 
-def block_logdet(
-    g: Map, x: Tensor, draws: Draws, rule: LogdetRule, recompute: bool = False
-) -> tuple[Tensor, Tensor]:
+def block_logdet(g: Map, x: Tensor, draws: Draws, rule: LogdetRule, recompute: bool = False) -> tuple[Tensor, Tensor]:
     """g(x) and log det(I + J_g(x)) per sample, both differentiable."""
     if rule.rule == "exact":
         return exact_logdet(g, x)
@@ -121,9 +117,7 @@ def series_logdet(g: Map, x: Tensor, v: Tensor, coefficients: list[float]) -> tu
     return gx, value + (surrogate - surrogate.detach())
 
 
-def power_series(
-    pull: Pull, v: Tensor, jv: Tensor | None, coefficients: list[float], n: int
-) -> tuple[Tensor, Tensor]:
+def power_series(pull: Pull, v: Tensor, jv: Tensor | None, coefficients: list[float], n: int) -> tuple[Tensor, Tensor]:
     """The value sum_k (-1)^(k+1) c_k / k v^T J^k v, and w = sum_k (-1)^k c_(k+1) (J^T)^k v.
 
     With J v at hand the last product is saved: v^T J^k v = ((J^T)^(k-1) v)^T (J v).
@@ -181,10 +175,7 @@ def jacobian(g: Map, x: Tensor) -> tuple[Tensor, Tensor]:
         return rows[:n], rows[n:].reshape(d, n, d).permute(1, 2, 0)
     gx, pull = g.push(x, n)
     chunks = eye.split(max(1, 1024 // n))
-    parts = [
-        pull(part[:, None].expand(-1, n, d).reshape(-1, *x.shape[1:])).view(len(part), n, d)
-        for part in chunks
-    ]
+    parts = [pull(part[:, None].expand(-1, n, d).reshape(-1, *x.shape[1:])).view(len(part), n, d) for part in chunks]
     return gx, torch.cat(parts).transpose(0, 1)
 
 

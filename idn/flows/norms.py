@@ -24,18 +24,26 @@ class TopSingular(NamedTuple):
     missing: Tensor
 
 
+LEAST = 1e-3
+"""A unit vector that keeps less than this of itself beside the others adds roundoff rather than a direction."""
+
+
 def unit(x: Tensor) -> Tensor:
     """x / |x|, and zero for zero."""
     return x / torch.linalg.vector_norm(x).clamp_min(torch.finfo(x.dtype).tiny)
+
+
+def inverse_size(x: Tensor) -> Tensor:
+    """1 / |x|, or zero where little of a unit vector is left."""
+    size = torch.linalg.vector_norm(x)
+    return torch.where(size > LEAST, 1 / size.clamp_min(LEAST), torch.zeros_like(size))
 
 
 def dot(x: Tensor, y: Tensor) -> Tensor:
     return (x * y).sum()
 
 
-def top_singular(
-    apply: Operator, transpose: Operator, v: Tensor, noise: Tensor, iterations: int
-) -> TopSingular:
+def top_singular(apply: Operator, transpose: Operator, v: Tensor, noise: Tensor, iterations: int) -> TopSingular:
     """Improves the right singular vector v by a number of iterations.
 
     `noise` is any fixed random vector: mixed into the first direction, it finds a larger singular value that
@@ -45,26 +53,27 @@ def top_singular(
     av = apply(v)
     last: tuple[Tensor, Tensor] | None = None
     for iteration in range(iterations):
-        direction = transpose(av) - dot(av, av) * v
+        direction = unit(transpose(av) - dot(av, av) * v)
         if iteration == 0:
-            direction = unit(direction) + 0.1 * noise
+            direction = unit(direction + 0.1 * noise)
         # A new direction costs one product; the old ones' images are known.
-        direction = unit(direction - dot(direction, v) * v)
-        direction = unit(direction - dot(direction, v) * v)
+        direction = direction - dot(direction, v) * v
+        direction = direction * inverse_size(direction)
         basis, images = [v, direction], [av, apply(direction)]
         if last is not None:
             rest, image = last
             for axis, axis_image in zip(basis, images, strict=True):
                 overlap = dot(rest, axis)
                 rest, image = rest - overlap * axis, image - overlap * axis_image
-            size = torch.linalg.vector_norm(rest).clamp_min(torch.finfo(rest.dtype).tiny)
-            basis.append(rest / size)
-            images.append(image / size)
+            factor = inverse_size(rest)
+            basis.append(rest * factor)
+            images.append(image * factor)
         stacked = torch.stack([image.flatten() for image in images])
         weights = torch.linalg.eigh(stacked @ stacked.T).eigenvectors[:, -1]
         step = sum(w * axis for w, axis in zip(weights[1:], basis[1:], strict=True))
         step_image = sum(w * image for w, image in zip(weights[1:], images[1:], strict=True))
-        last = (step, step_image)
+        size = torch.linalg.vector_norm(step).clamp_min(torch.finfo(v.dtype).tiny)
+        last = (step / size, step_image / size)
         v, av = weights[0] * v + step, weights[0] * av + step_image
         size = torch.linalg.vector_norm(v).clamp_min(torch.finfo(v.dtype).tiny)
         v, av = v / size, av / size
