@@ -28,7 +28,7 @@ class Cache:
     limit: int = DEFAULT_BYTES
     allow_pipe: bool = False
 
-    def open(self, location: str, sha256: str | None = None) -> int:
+    def open(self, location: str, sha256: str = "", version: str = "") -> int:
         """A descriptor of the shard's plain tar bytes; remote shards are fetched first.
 
         A gzipped shard is unpacked into a file without a name, which ends with its descriptor.
@@ -36,11 +36,11 @@ class Cache:
         if not storage.scheme(location, self.allow_pipe):
             handle = os.open(storage.local_path(location), os.O_RDONLY)
         else:
-            handle = self._open_cached(location, sha256)
+            handle = self._open_cached(location, sha256, version)
         return _unpacked(handle) if os.pread(handle, 2, 0) == b"\x1f\x8b" else handle
 
-    def _open_cached(self, location: str, sha256: str | None) -> int:
-        name = hashlib.sha256(f"{location} {sha256}".encode()).hexdigest()[:24] + ".shard"
+    def _open_cached(self, location: str, sha256: str, version: str) -> int:
+        name = hashlib.sha256(f"{location} {sha256} {version}".encode()).hexdigest()[:24] + ".shard"
         path = self.folder / name
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -56,7 +56,7 @@ class Cache:
         self._evict(keep=path)
         return handle
 
-    def _fetch(self, location: str, sha256: str | None, path: Path) -> None:
+    def _fetch(self, location: str, sha256: str, path: Path) -> None:
         temporary = path.with_suffix(".part")
         temporary.unlink(missing_ok=True)
         try:
@@ -66,7 +66,7 @@ class Cache:
                 raise UserError(f"{location} has {size} bytes, more than the cache's limit of {self.limit}")
             if sha256 and (found := file_sha256(temporary)) != sha256:
                 raise UserError(f"{location} has SHA-256 {found}, its index says {sha256}: prepare the data again")
-            os.replace(temporary, path)
+            temporary.replace(path)
         finally:
             temporary.unlink(missing_ok=True)
 

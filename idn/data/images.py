@@ -17,15 +17,20 @@ class BadImage(ValueError):
 
 
 def encode_png(image: np.ndarray) -> bytes:
-    """C x H x W uint8 as a PNG without row filters, so that decoding is one call of zlib."""
+    """C x H x W uint8 as a PNG without row filters, so that decoding is one call of zlib.
+
+    Photographs hardly shrink without filters: they are stored, which reads ten times faster than a tenth less.
+    """
     channels, height, width = image.shape
     rows = np.zeros((height, 1 + width * channels), np.uint8)
     rows[:, 1:] = image.transpose(1, 2, 0).reshape(height, -1)
     header = struct.pack(">IIBBBBB", width, height, 8, _COLOUR_TYPE[channels], 0, 0, 0)
-    chunks = ((b"IHDR", header), (b"IDAT", zlib.compress(rows.tobytes(), 9)), (b"IEND", b""))
+    packed = zlib.compress(rows.tobytes(), 9)
+    if len(packed) > 0.75 * rows.size:
+        packed = zlib.compress(rows.tobytes(), 0)
+    chunks = ((b"IHDR", header), (b"IDAT", packed), (b"IEND", b""))
     return _SIGNATURE + b"".join(
-        struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
-        for kind, body in chunks
+        struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body)) for kind, body in chunks
     )
 
 
@@ -67,9 +72,7 @@ def _decode_plain_png(data: bytes) -> np.ndarray | None:
 
 def _decode_with_pillow(data: bytes) -> np.ndarray:
     with Image.open(io.BytesIO(data)) as picture:
-        if picture.mode not in ("L", "RGB"):
-            picture = picture.convert("L" if picture.mode in ("1", "LA") else "RGB")
-        pixels = np.asarray(picture)
+        pixels = np.asarray(picture.convert("L" if picture.mode in ("1", "L", "LA") else "RGB"))
     return pixels[:, :, None] if pixels.ndim == 2 else pixels
 
 

@@ -26,6 +26,8 @@ class Shard:
     sha256: str
     blocks: np.ndarray = field(repr=False, compare=False)
     first_byte: int = 0
+    version: str = ""
+    """For shards without a SHA-256: what tells the file from another one under its name."""
 
     def offsets(self) -> np.ndarray:
         """Where each sample begins, and where the last one ends."""

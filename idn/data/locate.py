@@ -5,6 +5,7 @@ from pathlib import Path
 
 from idn.data import storage
 from idn.data.cache import Cache
+from idn.data.foreign import index_foreign
 from idn.data.index import INDEX, Index
 from idn.errors import UserError
 
@@ -37,10 +38,15 @@ def load_index(folder: str) -> Index | None:
 
 
 def open_index(source: str, cache: Cache) -> tuple[str, Index]:
-    """(folder, index) of a dataset."""
-    folder = resolve(source)
-    index = load_index(folder)
-    if index is None:
-        hint = f"run `idn data prepare {source}`" if source in NAMES else f"expected {INDEX} beside the shards"
-        raise UserError(f"no prepared data at {folder}: {hint}")
-    return folder, index
+    """(folder, index) of a dataset by name, a folder or URL with an index, or somebody else's shards."""
+    location = resolve(source)
+    storage.scheme(location, cache.allow_pipe)
+    index = None if location.endswith(storage.ARCHIVES) or location.startswith("pipe:") else load_index(location)
+    if index is not None:
+        return location, index
+    if source in NAMES:
+        raise UserError(f"{source} is not prepared at {location}: run `idn data prepare {source}`")
+    found = index_foreign(location, cache)
+    if found is None:
+        raise UserError(f"no shards at {location}: expected {INDEX}, or .tar files, or a dataset's name")
+    return found

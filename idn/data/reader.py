@@ -10,29 +10,32 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from idn.data import images, pixels, storage
 from idn.data.cache import Cache
 from idn.data.index import Index, Shard
 from idn.data.order import Order
+from idn.data.sample import decode_image, decode_label
 from idn.data.tars import BadShard, read_sample
 from idn.errors import UserError
 
 
 class Request(NamedTuple):
-    """`count` samples of an epoch from place `first` on."""
+    """`length` samples of an epoch from place `first` on."""
 
     epoch: int
     first: int
-    count: int
+    length: int
 
 
 class Answer(NamedTuple):
     """Decoded samples; what was skipped, or the error that stopped the batch, in words."""
 
-    images: np.ndarray
-    labels: np.ndarray
-    positions: np.ndarray
+    images: Tensor
+    labels: Tensor
+    positions: Tensor
     skipped: list[str]
     error: str | None
 
@@ -70,12 +73,12 @@ class Reader:
         try:
             return self._read(request)
         except (UserError, BadSample, BadShard) as error:
-            empty = np.zeros(0, np.int64)
-            return Answer(np.zeros((0, *self.shape), np.uint8), empty, empty, [], str(error))
+            nothing = torch.zeros(0, dtype=torch.int64)
+            return Answer(nothing, nothing, nothing, [], str(error))
 
     def _read(self, request: Request) -> Answer:
         channels, height, width = self.index.shape
-        batch = np.empty((request.count, height, width, channels), np.uint8)
+        batch = np.empty((request.length, height, width, channels), np.uint8)
         labels: list[int] = []
         positions: list[int] = []
         skipped: list[str] = []
@@ -96,7 +99,7 @@ class Reader:
         planes = np.ascontiguousarray(batch.transpose(0, 3, 1, 2))
         if self.resize:
             planes = pixels.resize(planes, self.resize)
-        return Answer(planes, np.array(labels, np.int64), np.array(positions, np.int64), skipped, None)
+        return Answer(torch.from_numpy(planes), _integers(labels), _integers(positions), skipped, None)
 
     def sample(self, shard: int, number: int) -> tuple[np.ndarray, int]:
         """One decoded image (H x W x C) and its label."""
@@ -109,7 +112,7 @@ class Reader:
         except BadShard as error:
             raise BadSample(f"{name}, sample {number}: {error}; run `idn data verify`") from None
         if not key:
-            raise BadSample(f"{name}, sample {number}: nothing lies at byte {start}: the index disagrees with its shard")
+            raise BadSample(f"{name}, sample {number}: nothing at byte {start}; the index disagrees with the shard")
         try:
             return decode_image(files, self.index.shape), decode_label(files, self.index.classes)
         except images.BadImage as error:
@@ -122,7 +125,7 @@ class Reader:
         shard = self.shards[number]
         location = storage.join(self.folder, shard.name)
         try:
-            handle = self.cache.open(location, shard.sha256 or None)
+            handle = self.cache.open(location, shard.sha256, shard.version)
         except FileNotFoundError:
             raise UserError(f"shard {location} is missing: prepare the data again") from None
         except BadShard as error:
@@ -142,21 +145,5 @@ class Reader:
         return 2 * max(len(window) for window in self.order.windows(0))
 
 
-def decode_image(files: dict[str, bytes], shape: tuple[int, int, int] | None) -> np.ndarray:
-    for extension in images.EXTENSIONS:
-        if extension in files:
-            return images.decode(files[extension], extension, shape)
-    raise images.BadImage(f"no image among its files ({', '.join(files)})")
-
-
-def decode_label(files: dict[str, bytes], classes: int | None) -> int:
-    """The class number; -1 for a sample without one where no classes were promised."""
-    if "cls" not in files:
-        if classes is None:
-            return -1
-        raise images.BadImage("no label (.cls) among its files")
-    text = files["cls"].strip()
-    if not text.isdigit() or (classes is not None and int(text) >= classes):
-        wanted = f"a number from 0 to {classes - 1}" if classes else "a number"
-        raise images.BadImage(f"label {text.decode(errors='replace')!r}, expected {wanted}")
-    return int(text)
+def _integers(values: list[int]) -> Tensor:
+    return torch.tensor(values, dtype=torch.int64)

@@ -34,7 +34,12 @@ def hold_out(train: Split, share: float = 0.1) -> tuple[Split, Split]:
 
 
 def write_dataset(
-    out: str, dataset: str, splits: dict[str, Split], classes: int, shard_samples: int = SHARD_SAMPLES, packed: bool = False
+    out: str,
+    dataset: str,
+    splits: dict[str, Split],
+    classes: int,
+    shard_samples: int = SHARD_SAMPLES,
+    packed: bool = False,
 ) -> Index:
     """Writes shards of all splits into a folder or URL, then their index; `packed` gzips the shards.
 
@@ -54,8 +59,7 @@ def write_dataset(
             put(storage.join(out, shard_name), content)
             shards.append(Shard(shard_name, name, len(blocks), len(content), digest, np.array(blocks, np.uint32)))
     digests = {
-        name: content_digest(sample_digests(split.images, split.labels.tolist()))
-        for name, split in splits.items()
+        name: content_digest(sample_digests(split.images, split.labels.tolist())) for name, split in splits.items()
     }
     index = Index(dataset, shape, classes, digests, tuple(shards))
     put(storage.join(out, INDEX), index.to_json().encode())

@@ -1,19 +1,20 @@
 """Places where shards live: folders, web servers, object stores."""
 
 import contextlib
-import os
 import re
 import shutil
 import subprocess
-import tempfile
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+from idn import files
 from idn.data import download
 from idn.errors import UserError
 
 SCHEMES = ("http", "https", "s3", "gs", "gcs", "az", "abfs", "abfss", "hf", "hdfs", "memory")
+ARCHIVES = (".tar", ".tar.gz", ".tgz")
 _WEB = ("http", "https")
 
 
@@ -70,7 +71,25 @@ def list_archives(folder: str) -> list[str]:
 
             filesystem, path = fsspec.core.url_to_fs(folder)
             names = [entry.rsplit("/", 1)[-1] for entry in filesystem.ls(path, detail=False)]
-    return sorted(name for name in names if name.endswith((".tar", ".tar.gz", ".tgz")))
+    return sorted(name for name in names if name.endswith(ARCHIVES))
+
+
+def fingerprint(location: str) -> str:
+    """What changes when the file does: size and time, or the server's tag; FileNotFoundError if it is missing."""
+    kind = scheme(location, allow_pipe=True)
+    if not kind:
+        status = local_path(location).stat()
+        return f"{status.st_size}-{status.st_mtime_ns}"
+    if kind in _WEB:
+        return download.fingerprint(location)
+    if kind == "pipe":
+        return uuid.uuid4().hex
+    with _remote_errors(location):
+        import fsspec
+
+        filesystem, path = fsspec.core.url_to_fs(location)
+        facts = filesystem.info(path)
+        return "-".join(str(facts[name]) for name in ("size", "ETag", "etag", "mtime", "created") if name in facts)
 
 
 def fetch(location: str, target: Path, allow_pipe: bool = False) -> None:
@@ -97,28 +116,14 @@ def write(location: str, content: bytes) -> None:
         with _remote_errors(location), _open_remote(location, "wb") as file:
             file.write(content)
         return
-    with whole_file(local_path(location)) as file:
-        file.write(content)
-
-
-@contextlib.contextmanager
-def whole_file(path: Path) -> Iterator[BinaryIO]:
-    """A file that appears under its name only when it is complete; what went wrong is told to people."""
+    path = local_path(location)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        try:
-            with os.fdopen(handle, "wb") as file:
-                yield file
-                file.flush()
-                os.fsync(file.fileno())
-            os.chmod(temporary, 0o644)
-            os.replace(temporary, path)
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
+        files.write_bytes(path, content)
+        path.chmod(0o644)  # temporary files are private; shards are for every worker
     except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror or error}; free space or choose another place") from error
+        problem = error.strerror or str(error)
+        raise UserError(f"cannot write {path}: {problem}; free space or choose another place") from error
 
 
 def _open_remote(location: str, mode: str) -> contextlib.AbstractContextManager[BinaryIO]:

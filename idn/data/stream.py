@@ -112,7 +112,7 @@ class Stream:
             position += size
 
     def __iter__(self) -> Iterator[Batch]:
-        answers = iter(self._loader) if self._loader else map(self._reader.read, _Sampler(self))
+        answers = iter(self._loader) if self._loader is not None else map(self._reader.read, _Sampler(self))
         for cut, answer in zip(self.cuts(), answers, strict=False):
             batch = self._batch(answer, cut.weight)
             self.position = cut.end
@@ -125,12 +125,10 @@ class Stream:
         for reason in answer.skipped:
             log.warning("skipped %s", reason)
         self.skipped += len(answer.skipped)
-        images, labels, positions = (torch.as_tensor(array) for array in answer[:3])
-        if weight == 0:
-            positions = torch.full_like(positions, -1)
-        if self._reader.order.shuffle and not len(images):
+        if self._reader.order.shuffle and not len(answer.images):
             raise UserError(f"every sample of a batch is bad, the last one: {answer.skipped[-1]}")
-        return Batch(images, labels, positions, weight)
+        positions = answer.positions if weight else torch.full_like(answer.positions, -1)
+        return Batch(answer.images, answer.labels, positions, weight)
 
 
 class _Sampler(Sampler[Request]):
@@ -141,8 +139,8 @@ class _Sampler(Sampler[Request]):
 
     def __iter__(self) -> Iterator[Request]:
         for cut in self.stream.cuts():
-            epoch, first, count = cut.request
-            stand_in = count == 0 and self.stream._reader.order.shuffle
+            epoch, first, length = cut.request
+            stand_in = length == 0 and self.stream._reader.order.shuffle
             yield Request(epoch, min(first, self.stream.samples - 1), 1) if stand_in else cut.request
 
 
@@ -153,9 +151,7 @@ class _Requests(Dataset[Answer]):
         self.reader = reader
 
     def __getitem__(self, request: Request) -> Answer:
-        answer = self.reader.read(request)
-        tensors: Any = [torch.from_numpy(array) for array in answer[:3]]
-        return Answer(*tensors, answer.skipped, answer.error)
+        return self.reader.read(request)
 
 
 def loader(reader: Reader, sampler: Sampler[Request], workers: int) -> "DataLoader[Answer]":
@@ -179,7 +175,7 @@ def loader(reader: Reader, sampler: Sampler[Request], workers: int) -> "DataLoad
     )
 
 
-def _as_is(answer: Answer) -> Answer:
+def _as_is(answer: Any) -> Any:
     return answer
 
 
