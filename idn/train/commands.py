@@ -1,0 +1,103 @@
+"""`idn train`: from the words of a command to a finished run."""
+
+import sys
+import time
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import tyro
+
+from idn.errors import UserError
+from idn.train.config import TrainConfig
+from idn.train.presets import preset
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Train a flow. DATASET, --model and --size choose a preset; every other option changes it."""
+
+    dataset: tyro.conf.Positional[str]
+    """circles, checkerboard, moons, ..., mnist, cifar10, cifar10-sample, ..., or a folder or URL of shards."""
+    model: Annotated[str, tyro.conf.arg(metavar="{residual,idensenet,idensenet-lc}")] = "idensenet-lc"
+    """Which flow."""
+    size: Annotated[str, tyro.conf.arg(metavar="{tiny,paper,full}")] = "paper"
+    """tiny: a few minutes on a laptop; paper: 4-4-4 (10 toy) blocks; full: 16-16-16 (100 toy) blocks."""
+    dry_run: bool = False
+    """Print the resolved config, its cost and DeepSpeed's config, and start nothing."""
+
+
+def parse(argv: list[str]) -> tuple[TrainConfig, bool]:
+    """The complete config of a command, and whether it is a dry run."""
+    wants_help = any(word in ("-h", "--help") for word in argv)
+    if wants_help and argv[0].startswith("-"):
+        argv = ["cifar10", *argv]
+    words = [word for word in argv if word not in ("-h", "--help")]
+    choice, rest = tyro.cli(Choice, args=words, prog="idn train", return_unknown_args=True)
+    chosen = preset(choice.dataset, choice.model, choice.size)
+    prog = f"idn train {choice.dataset} --model {choice.model} --size {choice.size} [--dry-run]"
+    if wants_help:
+        rest = [*rest, "--help"]
+    return tyro.cli(TrainConfig, default=chosen, args=rest, prog=prog, description=Choice.__doc__, config=(tyro.conf.SuppressFixed,)), choice.dry_run
+
+
+def train(argv: list[str]) -> int:
+    """Train a flow on Ray workers; the exit code."""
+    config, dry_run = parse(argv)
+    if dry_run:
+        from idn.train.dryrun import describe
+
+        print(describe(config))
+        return 0
+    return launch(config)
+
+
+def launch(config: TrainConfig) -> int:
+    """Checks, runs, sums up. Everything that can be refused is refused before a worker starts."""
+    from idn.data import toy
+    from idn.train import runs, summary
+    from idn.train.data import require_data
+    from idn.train.engine import deepspeed_config
+    from idn.train.feed import is_toy
+    from idn.train.monitor import Monitor
+    from idn.train.progress import ProgressBar
+
+    started = time.monotonic()
+    require_data(config)
+    deepspeed_config(config, 1)
+    folder = runs.run_folder(config)
+    runs.claim(config)
+    bar = ProgressBar("nats" if is_toy(config) else "bits/dim")
+    from idn.train import trainer
+
+    trainer.prepare_storage(config)
+    began_here = trainer.connect(config)
+    monitor = Monitor(config, folder)
+
+    def on_record(record: dict[str, Any]) -> None:
+        monitor.write(record)
+        bar.update(record)
+
+    try:
+        plan = trainer.plan(config, bar.note)
+        outcome = trainer.run(config, plan, on_record, bar.note)
+        bar.close()
+        if outcome["finished"]:
+            monitor.finish(outcome)
+    except trainer.TrainingFailed as error:
+        bar.close()
+        if "--debug" in sys.argv:
+            raise
+        print(f"idn: training failed: {error}", file=sys.stderr)
+        return 1
+    finally:
+        bar.close()
+        monitor.close()
+        trainer.prepare_storage(config)
+        if began_here:
+            trainer.disconnect()
+    if not outcome["finished"]:
+        print(summary.stopped(outcome, folder))
+        return 128 + (outcome["signal"] or 0)
+    entropy = toy.entropy(config.dataset) if is_toy(config) else None
+    print(summary.finished(outcome, folder, bar.unit, entropy, time.monotonic() - started))
+    return 0

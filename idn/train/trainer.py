@@ -1,0 +1,316 @@
+"""The run on a Ray cluster; no other module knows Ray.
+
+Workers are Ray Train (V2) workers. Rank 0 sends its records to a small actor, from which the driver takes them for the
+progress bar and TensorBoard; the actor's answer carries the driver's wish to stop back.
+"""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import idn
+from idn.errors import UserError
+from idn.train import checkpoint, session, worker
+from idn.train.config import TrainConfig
+from idn.train.group import Group
+from idn.train.placement import Plan, fit
+from idn.train.runs import checkpoint_storage
+
+# Read by Ray Train when it is imported or when a run starts.
+os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.5")
+os.environ.setdefault("RAY_CHDIR_TO_TRIAL_DIR", "0")
+os.environ.setdefault("RAY_TRAIN_METRICS_ENABLED", "0")
+os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+
+import ray
+import ray.train
+from ray.train.torch import TorchConfig, TorchTrainer
+from ray.train.v2._internal.execution.callback import WorkerCallback
+
+CHECKPOINTS = "checkpoints"
+POLL = 0.25
+Record = dict[str, Any]
+
+
+class TrainingFailed(Exception):
+    """The run ended without finishing, for a reason that is not the user's input."""
+
+
+# --- Cluster ----------------------------------------------------------------------------------------------------
+
+
+def connect(config: TrainConfig) -> bool:
+    """Joins the cluster or starts a private one; whether it was started here."""
+    if ray.is_initialized():
+        return False
+    address = config.cluster.address or os.environ.get("RAY_ADDRESS") or "local"
+    options: dict[str, Any] = {"include_dashboard": False} if address == "local" else {}
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level="ERROR", **options)
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        raise UserError(f"--address {address}: no Ray cluster answers there ({first_line(error)})") from error
+    return True
+
+
+def disconnect() -> None:
+    """Ends what `connect` started."""
+    ray.shutdown()
+
+
+def plan(config: TrainConfig, note: Callable[[str], None]) -> Plan:
+    """Workers that the cluster can hold, after waiting for them if asked to."""
+    deadline = time.monotonic() + config.cluster.wait
+    told = False
+    while True:
+        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        try:
+            return fit(config, nodes)
+        except UserError as error:
+            if time.monotonic() >= deadline:
+                raise
+            if not told:
+                note(f"waiting up to {config.cluster.wait:.0f} s: {error}")
+                told = True
+            time.sleep(1.0)
+
+
+# --- Driver -----------------------------------------------------------------------------------------------------
+
+
+class Relay:
+    """An actor between rank 0 and the driver."""
+
+    def __init__(self) -> None:
+        self._records: list[Record] = []
+        self._stop = False
+        self._fatal: str | None = None
+
+    def put(self, record: Record) -> bool:
+        self._records.append(record)
+        return self._stop
+
+    def take(self) -> list[Record]:
+        records, self._records = self._records, []
+        return records
+
+    def stop(self) -> None:
+        self._stop = True
+
+    def fail(self, message: str) -> None:
+        self._fatal = self._fatal or message
+
+    def fatal(self) -> str | None:
+        return self._fatal
+
+
+def run(config: TrainConfig, plan: Plan, on_record: Callable[[Record], None], note: Callable[[str], None]) -> Record:
+    """Trains and returns rank 0's last word; signals ask for a checkpoint and an early end."""
+    relay = ray.remote(num_cpus=0)(Relay).remote()
+    trainer = make_trainer(config, plan, relay)
+    outcome: list[Record] = []
+    failure: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            outcome.append(dict(trainer.fit().return_value or {}))
+        except BaseException as error:
+            failure.append(error)
+
+    thread = threading.Thread(target=work, name="ray-train", daemon=True)
+    with SignalWatch(lambda: relay.stop.remote(), note) as signals:
+        thread.start()
+        while thread.is_alive():
+            thread.join(POLL)
+            for record in ray.get(relay.take.remote()):
+                on_record(record)
+    for record in ray.get(relay.take.remote()):
+        on_record(record)
+    fatal = ray.get(relay.fatal.remote()) or (outcome[0].get("error") if outcome else None)
+    if fatal:
+        raise UserError(fatal) if not fatal.startswith("step ") else TrainingFailed(fatal)
+    if failure:
+        raise TrainingFailed(first_line(failure[0])) from failure[0]
+    return outcome[0] | {"signal": signals.caught}
+
+
+class SignalWatch:
+    """SIGTERM and the first Ctrl-C ask for a checkpoint and an end; the second Ctrl-C ends at once."""
+
+    def __init__(self, stop: Callable[[], Any], note: Callable[[str], None]) -> None:
+        self.caught: int | None = None
+        self._stop, self._note, self._before = stop, note, {}
+
+    def __enter__(self) -> "SignalWatch":
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._handle) for number in (signal.SIGTERM, signal.SIGINT)}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, _: object) -> None:
+        if self.caught is not None and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.caught = number
+        self._note(f"{signal.Signals(number).name}: stopping after a checkpoint")
+        self._stop()
+
+
+def make_trainer(config: TrainConfig, plan: Plan, relay: Any) -> TorchTrainer:
+    """Our settings in Ray Train's words."""
+    resources = {"CPU": plan.cpus} | ({"GPU": plan.gpus} if plan.gpus else {})
+    return TorchTrainer(
+        worker_main,
+        train_loop_config={"config": config.to_dict(), "relay": relay, "versions": versions(), "data": data_root()},
+        torch_config=TorchConfig(backend="nccl" if plan.gpus else "gloo"),
+        scaling_config=ray.train.ScalingConfig(
+            num_workers=plan.most if plan.fewest == plan.most else (plan.fewest, plan.most),
+            use_gpu=plan.gpus > 0,
+            resources_per_worker=resources,
+        ),
+        run_config=run_config(config),
+    )
+
+
+def run_config(config: TrainConfig) -> ray.train.RunConfig:
+    """Where checkpoints go, how many stay, how many failures are forgiven."""
+    return ray.train.RunConfig(
+        name=CHECKPOINTS,
+        storage_path=checkpoint_storage(config),
+        failure_config=ray.train.FailureConfig(max_failures=config.cluster.max_failures),
+        checkpoint_config=ray.train.CheckpointConfig(num_to_keep=config.saving.keep),
+        callbacks=[CatchTerm()],
+        logging_config=ray.train.LoggingConfig(log_level="ERROR"),
+    )
+
+
+def prepare_storage(config: TrainConfig) -> None:
+    """Proves that checkpoints can be written, and clears what a crash left half done."""
+    try:
+        storage = run_config(config).storage_context
+        filesystem, folder = storage.storage_filesystem, storage.experiment_fs_path
+        filesystem.create_dir(folder, recursive=True)
+        with filesystem.open_output_stream(f"{folder}/.writable") as file:
+            file.write(b"")
+        filesystem.delete_file(f"{folder}/.writable")
+    except Exception as error:
+        raise UserError(f"storage {checkpoint_storage(config)}: cannot be written ({first_line(error)})") from error
+    checkpoint.tidy(filesystem, folder)
+
+
+def versions() -> dict[str, str]:
+    """What must be the same on all machines."""
+    return {"idn": idn.__version__, "torch": torch.__version__, "ray": ray.__version__}
+
+
+def data_root() -> str:
+    from idn.data.locate import data_root
+
+    return str(Path(data_root()).absolute())
+
+
+def first_line(error: BaseException) -> str:
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return lines[-1] if lines else type(error).__name__
+
+
+# --- Worker -----------------------------------------------------------------------------------------------------
+
+terminated = threading.Event()
+"""Set when this worker process has received SIGTERM."""
+
+
+class CatchTerm(WorkerCallback):
+    """Runs in each worker's main thread, the only one that may set a signal handler."""
+
+    def after_init_train_context(self) -> None:
+        terminated.clear()
+        signal.signal(signal.SIGTERM, lambda *_: terminated.set())
+
+
+class RayPort:
+    """The loop's way out: records to the relay, checkpoints to Ray's storage."""
+
+    def __init__(self, relay: Any, rank: int) -> None:
+        self._relay, self._rank = relay, rank
+        self._answer: Any = None
+        self._stop = False
+        self._written = threading.Event()
+        self._written.set()
+        self.storage = ray.train.get_context().get_storage()
+
+    def send(self, record: Record) -> None:
+        if self._rank == 0:
+            self._collect_answer()
+            self._answer = self._relay.put.remote(record)
+
+    def stop_wanted(self) -> int:
+        self._collect_answer()
+        return 2 if terminated.is_set() else int(self._stop)
+
+    def save(self, snapshot: checkpoint.Snapshot, name: str, metrics: Record) -> None:
+        filesystem, folder = self.storage.storage_filesystem, self.storage.experiment_fs_path
+
+        def upload(_: ray.train.Checkpoint, name: str) -> ray.train.Checkpoint:
+            try:
+                return ray.train.Checkpoint(checkpoint.write(snapshot, filesystem, folder, name), filesystem)
+            finally:
+                self._written.set()
+
+        self._written.clear()
+        ray.train.report(
+            metrics,
+            checkpoint=ray.train.Checkpoint(f"{folder}/{name}", filesystem),
+            checkpoint_dir_name=name,
+            checkpoint_upload_mode=ray.train.CheckpointUploadMode.ASYNC,
+            checkpoint_upload_fn=upload,
+            # The "local" copy is the one in its final place.
+            delete_local_checkpoint_after_upload=False,
+        )
+
+    def flush(self) -> None:
+        self._written.wait()
+
+    def _collect_answer(self) -> None:
+        if self._answer is not None and ray.wait([self._answer], timeout=0)[0]:
+            self._stop = self._stop or bool(ray.get(self._answer))
+            self._answer = None
+
+
+def worker_main(settings: Record) -> Record:
+    """What Ray runs in every worker."""
+    relay = settings["relay"]
+    if fatal := ray.get(relay.fatal.remote()):
+        return {"error": fatal}
+    context = ray.train.get_context()
+    rank = context.get_world_rank()
+    try:
+        check_versions(settings["versions"])
+        os.environ["IDN_DATA"] = settings["data"]
+        config = TrainConfig.from_dict(settings["config"])
+        group = Group(rank, context.get_world_size(), ray.train.torch.get_device())
+        port = RayPort(relay, rank)
+        opened = session.open_session(config, group, port.storage.storage_filesystem, port.storage.experiment_fs_path)
+        return worker.train(opened, port)
+    except worker.NotFinite as error:
+        # All ranks came to the same end, and trying again would too.
+        return {"error": str(error)}
+    except UserError as error:
+        # Said before the other ranks notice: the restarted workers find it and give up.
+        ray.get(relay.fail.remote(f"rank {rank}: {error}"))
+        raise
+
+
+def check_versions(expected: dict[str, str]) -> None:
+    """Refuse a machine that runs other software than the driver."""
+    for package, version in versions().items():
+        if version != expected[package]:
+            raise UserError(f"worker on {os.uname().nodename} has {package} {version}, the driver {expected[package]}")
