@@ -14,11 +14,15 @@ from idn.reference.torchfile import TorchFile, open_torch_file
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A published checkpoint, by the authors' names; `ema` is empty where they kept none (2-D data)."""
+    """A published checkpoint, by the authors' names.
+
+    `ema` is empty where they kept none (2-D data). `logit_alpha` is known where the file drags the model along.
+    """
 
     args: dict[str, Value]
     state: dict[str, Tensor]
     ema: dict[str, Tensor]
+    logit_alpha: float | None = None
 
 
 def read_checkpoint(path: str | Path) -> Checkpoint:
@@ -32,7 +36,7 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
         shadow = _attributes(content.get("ema")).get("shadow_params", {})
         ema = _tensors(file, shadow, f"{path}: ema") if shadow else {}
         args = {str(name): value for name, value in _attributes(content.get("args")).items()}
-        return Checkpoint(args, state, ema)
+        return Checkpoint(args, state, ema, _logit_alpha(content.get("ema")))
 
 
 def _tensors(file: TorchFile, mapping: Value, where: str) -> dict[str, Tensor]:
@@ -56,6 +60,17 @@ def _attributes(value: Value) -> dict[Value, Value]:
         # With __slots__ the state is a pair: attributes in a dict, attributes in slots.
         value = value.state[0] if isinstance(value.state, tuple) and value.state else value.state
     return value if isinstance(value, dict) else {}
+
+
+def _logit_alpha(ema: Value) -> float | None:
+    """The margin of the logit, which the scripts choose by dataset and do not list among their options."""
+    module = _attributes(ema).get("module")
+    first_step = ("transforms", "0", "chain", "0")
+    for name in first_step:
+        submodules = _attributes(module).get("_modules")
+        module = submodules.get(name) if isinstance(submodules, dict) else None
+    alpha = _attributes(module).get("alpha")
+    return alpha if isinstance(alpha, float) else None
 
 
 def _described(value: Value) -> str:

@@ -55,7 +55,7 @@ class TorchFile:
 def open_torch_file(path: str | Path) -> Iterator[TorchFile]:
     """Open a torch.save file for reading; whatever is wrong with it is a UserError that names the file."""
     try:
-        with open(path, "rb") as file:
+        with Path(path).open("rb") as file:
             start = file.read(64)
             file.seek(0)
             if not start:

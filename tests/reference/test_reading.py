@@ -170,12 +170,10 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, bytes]:
 
 @pytest.mark.parametrize("zipped", [True, False])
 @pytest.mark.parametrize("kept", [0.02, 0.3, 0.6, 0.9, 0.999])
-def test_a_file_that_was_cut_short(
-    good: dict[bool, bytes], tmp_path: Path, zipped: bool, kept: float
-) -> None:
+def test_a_file_that_was_cut_short(good: dict[bool, bytes], tmp_path: Path, zipped: bool, kept: float) -> None:
     path = tmp_path / "cut.pth"
     path.write_bytes(good[zipped][: int(len(good[zipped]) * kept)])
-    with pytest.raises(UserError, match="cut.pth: damaged or foreign file") as caught:
+    with pytest.raises(UserError, match=r"cut\.pth: damaged or foreign file") as caught:
         read_checkpoint(path)
     assert "\n" not in str(caught.value)
 
@@ -217,7 +215,7 @@ def test_foreign_files(content: bytes, message: str, tmp_path: Path) -> None:
 
 
 def test_missing_file_and_directory(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="nowhere.pth: cannot be read"):
+    with pytest.raises(UserError, match=r"nowhere\.pth: cannot be read"):
         read_checkpoint(tmp_path / "nowhere.pth")
     with pytest.raises(UserError, match="cannot be read"):
         read_checkpoint(tmp_path)
@@ -226,7 +224,7 @@ def test_missing_file_and_directory(tmp_path: Path) -> None:
 def test_a_zip_that_is_no_checkpoint(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "other.zip", "w") as archive:
         archive.writestr("readme.txt", "hello")
-    with pytest.raises(UserError, match="without data.pkl"):
+    with pytest.raises(UserError, match=r"without data\.pkl"):
         read_checkpoint(tmp_path / "other.zip")
 
 
