@@ -30,8 +30,8 @@ from idn.errors import UserError
 from idn.files import write_json
 from idn.flows.files import load
 from idn.flows.flow import Flow
-from idn.train.engine import MOMENTS, Engine
 from idn.train.ema import AveragedWeights
+from idn.train.engine import MOMENTS, Engine
 
 FLOW = "flow.safetensors"
 STATE = "state.json"
@@ -162,10 +162,12 @@ class Restored:
             self.flow = load(local / FLOW, ema=False)
             self.ema = _read_ema(local / FLOW)
             self._shards = [_read_tensors(file) for file in sorted(local.glob("optimizer-*.safetensors"))]
+        # Noted now: ZeRO 3 leaves parameters empty.
+        self._sizes = {name: p.numel() for name, p in self.flow.named_parameters() if p.requires_grad}
 
     def moments(self) -> dict[str, dict[str, Tensor]]:
         """Adam's moments of every parameter, whole and flat."""
-        sizes = {name: p.numel() for name, p in self.flow.named_parameters() if p.requires_grad}
+        sizes = self._sizes
         whole = {name: {key: torch.empty(size) for key in MOMENTS} for name, size in sizes.items()}
         seen = dict.fromkeys(sizes, 0)
         for shard in self._shards:
@@ -239,7 +241,9 @@ def _local_copy(filesystem: pyarrow.fs.FileSystem, path: str) -> Iterator[Path]:
         yield Path(path)
         return
     with tempfile.TemporaryDirectory(prefix="idn-checkpoint-") as folder:
-        pyarrow.fs.copy_files(path, folder, source_filesystem=filesystem, destination_filesystem=pyarrow.fs.LocalFileSystem())
+        pyarrow.fs.copy_files(
+            path, folder, source_filesystem=filesystem, destination_filesystem=pyarrow.fs.LocalFileSystem()
+        )
         yield Path(folder)
 
 

@@ -7,7 +7,6 @@ from typing import Annotated, Any
 
 import tyro
 
-from idn.errors import UserError
 from idn.train.config import TrainConfig
 from idn.train.presets import preset
 
@@ -37,7 +36,9 @@ def parse(argv: list[str]) -> tuple[TrainConfig, bool]:
     prog = f"idn train {choice.dataset} --model {choice.model} --size {choice.size} [--dry-run]"
     if wants_help:
         rest = [*rest, "--help"]
-    return tyro.cli(TrainConfig, default=chosen, args=rest, prog=prog, description=Choice.__doc__, config=(tyro.conf.SuppressFixed,)), choice.dry_run
+    return tyro.cli(
+        TrainConfig, default=chosen, args=rest, prog=prog, description=Choice.__doc__, config=(tyro.conf.SuppressFixed,)
+    ), choice.dry_run
 
 
 def train(argv: list[str]) -> int:
@@ -54,7 +55,7 @@ def train(argv: list[str]) -> int:
 def launch(config: TrainConfig) -> int:
     """Checks, runs, sums up. Everything that can be refused is refused before a worker starts."""
     from idn.data import toy
-    from idn.train import runs, summary
+    from idn.train import runs, summary, trainer
     from idn.train.data import require_data
     from idn.train.engine import deepspeed_config
     from idn.train.feed import is_toy
@@ -62,15 +63,12 @@ def launch(config: TrainConfig) -> int:
     from idn.train.progress import ProgressBar
 
     started = time.monotonic()
-    require_data(config)
-    deepspeed_config(config, 1)
     folder = runs.run_folder(config)
+    deepspeed_config(config, 1)
+    require_data(config)
     runs.claim(config)
-    bar = ProgressBar("nats" if is_toy(config) else "bits/dim")
-    from idn.train import trainer
-
     trainer.prepare_storage(config)
-    began_here = trainer.connect(config)
+    bar = ProgressBar("nats" if is_toy(config) else "bits/dim")
     monitor = Monitor(config, folder)
 
     def on_record(record: dict[str, Any]) -> None:
@@ -78,13 +76,11 @@ def launch(config: TrainConfig) -> int:
         bar.update(record)
 
     try:
-        plan = trainer.plan(config, bar.note)
-        outcome = trainer.run(config, plan, on_record, bar.note)
-        bar.close()
+        with trainer.cluster(config):
+            outcome = trainer.run(config, trainer.plan(config, bar.note), on_record, bar.note)
         if outcome["finished"]:
             monitor.finish(outcome)
     except trainer.TrainingFailed as error:
-        bar.close()
         if "--debug" in sys.argv:
             raise
         print(f"idn: training failed: {error}", file=sys.stderr)
@@ -92,9 +88,7 @@ def launch(config: TrainConfig) -> int:
     finally:
         bar.close()
         monitor.close()
-        trainer.prepare_storage(config)
-        if began_here:
-            trainer.disconnect()
+    trainer.prepare_storage(config)
     if not outcome["finished"]:
         print(summary.stopped(outcome, folder))
         return 128 + (outcome["signal"] or 0)

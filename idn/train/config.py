@@ -54,6 +54,8 @@ class Data:
     """Global batch: samples per optimiser step over all workers."""
     accumulation: int = 1
     """Pieces that a worker's share of the batch is cut into, to save memory."""
+    split: str = "train"
+    """What to train on; train+validation for all training images."""
     loaders: int = 0
     """Reading processes per worker; 0 reads in the worker itself."""
     flip: bool = False

@@ -14,15 +14,15 @@ def require_data(config: TrainConfig) -> None:
     if is_toy(config):
         return
     try:
-        stream = open_images(config, "train", 1, 0, 1, shuffle=False)
+        stream = open_images(config, config.data.split, 1, 0, 1, shuffle=False)
     except UserError:
         if config.dataset not in PREPARABLE:
             raise
         from idn.data.commands import prepare
 
         print(f"{config.dataset} is not here yet: preparing it", file=sys.stderr, flush=True)
-        prepare(config.dataset)
-        stream = open_images(config, "train", 1, 0, 1, shuffle=False)
+        prepare(config.dataset)  # type: ignore[arg-type]
+        stream = open_images(config, config.data.split, 1, 0, 1, shuffle=False)
     shape = tuple(stream.shape)
     if shape != config.flow.shape:
         wanted = "x".join(map(str, config.flow.shape))

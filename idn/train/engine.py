@@ -128,7 +128,7 @@ class Engine:
             deepspeed.utils.set_z3_leaf_modules(flow, [Block])
         self._engine, *_ = deepspeed.initialize(model=flow, model_parameters=parameter_groups(flow), config=settings)
         self._base_lr: float = settings["optimizer"]["params"]["lr"]
-        self._parameters = dict(flow.named_parameters())
+        self._parameters: dict[str, Any] = dict(flow.named_parameters())
 
     def accumulate(self, x: Tensor, draws: Draws, per_nat: float) -> Likelihood:
         """Forward and backward of one piece of the batch; the loss is -per_nat * mean log p(x)."""

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from idn.data import dequantise, open_stream
+from idn.data import Stream, dequantise, open_stream
 from idn.data.toy import ToyStream
 from idn.flows.build import TOY
 from idn.flows.draws import Draws
@@ -40,7 +40,7 @@ class Feed:
         self.config, self.rank = config, rank
         batch = config.data.batch // workers
         self._toy = ToyStream(config.dataset, batch, rank, workers, config.seed) if is_toy(config) else None
-        self._images = None if self._toy else open_images(config, "train", batch, rank, workers, shuffle=True)
+        self._images = None if self._toy else open_images(config, config.data.split, batch, rank, workers, shuffle=True)
         self._shares = self._iterate(rank, batch)
 
     @property
@@ -96,7 +96,7 @@ def is_toy(config: TrainConfig) -> bool:
     return config.dataset in TOY
 
 
-def open_images(config: TrainConfig, split: str, batch: int, rank: int, workers: int, shuffle: bool):  # type: ignore[no-untyped-def]
+def open_images(config: TrainConfig, split: str, batch: int, rank: int, workers: int, shuffle: bool) -> Stream:
     """One rank's images of a split."""
     data = config.data
     return open_stream(

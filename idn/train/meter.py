@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from idn.evaluate import bits_or_nats
-from idn.train.estimate import flops_per_sample, measured_peak
+from idn.train.estimate import measured_peak
 from idn.train.session import Session
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ class Meter:
 
     def __init__(self, session: Session) -> None:
         self.session = session
-        self._flops = flops_per_sample(session.config.flow) if session.group.rank == 0 else 0.0
+        self._flops = session.cost.training_flops(session.config.engine.recompute)
         self._peak = measured_peak(session.config.engine.precision, session.group.device)
         self._steps, self._seconds, self._sent = 0, 0.0, 0.0
         self._since = time.perf_counter()
@@ -32,7 +32,7 @@ class Meter:
     def facts(self) -> dict[str, Any]:
         """What does not change during the run."""
         return {
-            "parameters": self.session.flow.parameter_count() if self.session.engine.stage < 3 else None,
+            "parameters": self.session.cost.parameters,
             "workers": self.session.group.workers,
             "flops_per_sample": self._flops,
             "peak_flops": self._peak * self.session.group.workers,

@@ -56,8 +56,12 @@ class Monitor:
         test = outcome.get("test") or {}
         figures = {"hparam/test": test.get("value"), "hparam/validation": outcome.get("best_validation")}
         flat = {name: value for name, value in flatten(self.config.to_dict()).items() if value is not None}
-        plain = {name: value if isinstance(value, bool | int | float | str) else str(value) for name, value in flat.items()}
-        self._board.add_hparams(plain, {name: value for name, value in figures.items() if value is not None}, run_name=".")
+        plain = {
+            name: value if isinstance(value, bool | int | float | str) else str(value) for name, value in flat.items()
+        }
+        self._board.add_hparams(
+            plain, {name: value for name, value in figures.items() if value is not None}, run_name="."
+        )
 
     def close(self) -> None:
         """Flush everything."""

@@ -27,7 +27,9 @@ def fit(config: TrainConfig, nodes: list[dict[str, float]]) -> Plan:
     cpu_share = cluster.cpus_per_worker if cluster.cpus_per_worker is not None else 1.0
 
     def room(cpu: float) -> int:
-        each = [[node.get("CPU", 0) // cpu] + ([node.get("GPU", 0) // gpu_share] if gpu_share else []) for node in nodes]
+        each = [
+            [node.get("CPU", 0) // cpu] + ([node.get("GPU", 0) // gpu_share] if gpu_share else []) for node in nodes
+        ]
         return int(sum(min(limits) for limits in each))
 
     wanted = config.worker_range
@@ -39,8 +41,12 @@ def fit(config: TrainConfig, nodes: list[dict[str, float]]) -> Plan:
         wanted = (count, count)
         check_batch(config, count)
     if wanted[0] > room(cpu_share):
-        asked = f"--workers {config.cluster.workers} with {cpu_share:g} CPUs" + (f" and {gpu_share:g} GPUs" * bool(gpu_share))
-        raise UserError(f"{asked} each: {has}, room for {room(cpu_share)}; ask for fewer, or --wait SECONDS for more nodes")
+        asked = f"--workers {config.cluster.workers} with {cpu_share:g} CPUs" + (
+            f" and {gpu_share:g} GPUs" * bool(gpu_share)
+        )
+        raise UserError(
+            f"{asked} each: {has}, room for {room(cpu_share)}; ask for fewer, or --wait SECONDS for more nodes"
+        )
     if cluster.cpus_per_worker is None and not gpu_share:
         # Idle cores are of no use: share them out where they divide.
         while room(cpu_share + 1) >= wanted[1]:

@@ -1,4 +1,4 @@
-"""Every cell of the paper's tables as a named function that returns a complete config (Section 5 of Appendix B's settings)."""
+"""Every cell of the paper's tables as a named function that returns a complete config."""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -36,7 +36,8 @@ class ProgressBar:
             self._advance(record["step"], record["value"], record["rate"])
         elif kind == "validation":
             self._validation = f", validation {record['value']:.3f}"
-            self.note(f"step {record['step']:,}: validation {record['value']:.4f} +- {record['standard_error']:.4f} {self.unit}")
+            score = f"{record['value']:.4f} +- {record['standard_error']:.4f} {self.unit}"
+            self.note(f"step {record['step']:,}: validation {score}")
         elif kind == "pictures" and "problem" in record:
             self.note(f"step {record['step']:,}: no pictures: {record['problem']}")
 

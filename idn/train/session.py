@@ -8,6 +8,7 @@ import pyarrow.fs
 import torch
 
 from idn.errors import UserError
+from idn.flows.cost import Cost, flow_cost
 from idn.flows.flow import Flow
 from idn.train import checkpoint
 from idn.train.checkpoint import Progress, Restored, Snapshotter
@@ -35,6 +36,7 @@ class Session:
     progress: Progress
     steps: int
     attempt: str
+    cost: Cost
 
     @property
     def flow(self) -> Flow:
@@ -51,6 +53,7 @@ def open_session(config: TrainConfig, group: Group, filesystem: pyarrow.fs.FileS
         raise UserError(f"checkpoint {path} is of another flow; choose another --name or the options it was made with")
     feed = Feed(config, group.rank, group.workers)
     flow = prepare_flow(config, group, restored)
+    cost = flow_cost(flow)
     ema = AveragedWeights(flow, config.optimiser.ema)
     snapshots = Snapshotter(flow, config.to_dict(), group.rank, group.workers)
     engine = Engine(flow, config, group.workers)
@@ -68,7 +71,7 @@ def open_session(config: TrainConfig, group: Group, filesystem: pyarrow.fs.FileS
     flow.gradient_scale = scale.value
     steps = total_steps(config, feed.steps_per_epoch)
     attempt = group.from_first(uuid.uuid4().hex[:6]) or ""
-    return Session(config, group, feed, engine, ema, watch, scale, snapshots, progress, steps, attempt)
+    return Session(config, group, feed, engine, ema, watch, scale, snapshots, progress, steps, attempt, cost)
 
 
 def prepare_flow(config: TrainConfig, group: Group, restored: Restored | None) -> Flow:

@@ -94,7 +94,7 @@ class Show:
                 return
 
     def _estimator_variance(self) -> float:
-        """Mean over samples of the variance of bits per dimension (nats) from probes and roulette alone, as in training."""
+        """Mean variance of a sample's bits per dimension (nats) from probes and roulette alone, as in training."""
         config = self.session.config
         if config.flow.train_logdet.rule in ("exact", "trace"):
             return 0.0

@@ -4,11 +4,13 @@ Workers are Ray Train (V2) workers. Rank 0 sends its records to a small actor, f
 progress bar and TensorBoard; the actor's answer carries the driver's wish to stop back.
 """
 
+import logging
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +33,13 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 import ray
 import ray.train
-from ray.train.torch import TorchConfig, TorchTrainer
+import ray.train.torch
 from ray.train.v2._internal.execution.callback import WorkerCallback
 
 CHECKPOINTS = "checkpoints"
 POLL = 0.25
+ray_train: Any = ray.train
+"""Train V2, whose types checkers take for those of V1."""
 Record = dict[str, Any]
 
 
@@ -46,22 +50,22 @@ class TrainingFailed(Exception):
 # --- Cluster ----------------------------------------------------------------------------------------------------
 
 
-def connect(config: TrainConfig) -> bool:
-    """Joins the cluster or starts a private one; whether it was started here."""
+@contextmanager
+def cluster(config: TrainConfig) -> Iterator[None]:
+    """Joins the cluster, or starts a private one and ends it afterwards."""
     if ray.is_initialized():
-        return False
+        yield
+        return
     address = config.cluster.address or os.environ.get("RAY_ADDRESS") or "local"
     options: dict[str, Any] = {"include_dashboard": False} if address == "local" else {}
     try:
-        ray.init(address=address, log_to_driver=False, logging_level="ERROR", **options)
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **options)
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise UserError(f"--address {address}: no Ray cluster answers there ({first_line(error)})") from error
-    return True
-
-
-def disconnect() -> None:
-    """Ends what `connect` started."""
-    ray.shutdown()
+    try:
+        yield
+    finally:
+        ray.shutdown()
 
 
 def plan(config: TrainConfig, note: Callable[[str], None]) -> Plan:
@@ -112,7 +116,7 @@ class Relay:
 
 def run(config: TrainConfig, plan: Plan, on_record: Callable[[Record], None], note: Callable[[str], None]) -> Record:
     """Trains and returns rank 0's last word; signals ask for a checkpoint and an early end."""
-    relay = ray.remote(num_cpus=0)(Relay).remote()
+    relay: Any = ray.remote(num_cpus=0)(Relay).remote()
     trainer = make_trainer(config, plan, relay)
     outcome: list[Record] = []
     failure: list[BaseException] = []
@@ -132,7 +136,7 @@ def run(config: TrainConfig, plan: Plan, on_record: Callable[[Record], None], no
                 on_record(record)
     for record in ray.get(relay.take.remote()):
         on_record(record)
-    fatal = ray.get(relay.fatal.remote()) or (outcome[0].get("error") if outcome else None)
+    fatal: str | None = ray.get(relay.fatal.remote()) or (outcome[0].get("error") if outcome else None)
     if fatal:
         raise UserError(fatal) if not fatal.startswith("step ") else TrainingFailed(fatal)
     if failure:
@@ -145,7 +149,8 @@ class SignalWatch:
 
     def __init__(self, stop: Callable[[], Any], note: Callable[[str], None]) -> None:
         self.caught: int | None = None
-        self._stop, self._note, self._before = stop, note, {}
+        self._stop, self._note = stop, note
+        self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "SignalWatch":
         if threading.current_thread() is threading.main_thread():
@@ -164,14 +169,14 @@ class SignalWatch:
         self._stop()
 
 
-def make_trainer(config: TrainConfig, plan: Plan, relay: Any) -> TorchTrainer:
+def make_trainer(config: TrainConfig, plan: Plan, relay: Any) -> Any:
     """Our settings in Ray Train's words."""
     resources = {"CPU": plan.cpus} | ({"GPU": plan.gpus} if plan.gpus else {})
-    return TorchTrainer(
+    return ray_train.torch.TorchTrainer(
         worker_main,
         train_loop_config={"config": config.to_dict(), "relay": relay, "versions": versions(), "data": data_root()},
-        torch_config=TorchConfig(backend="nccl" if plan.gpus else "gloo"),
-        scaling_config=ray.train.ScalingConfig(
+        torch_config=ray_train.torch.TorchConfig(backend="nccl" if plan.gpus else "gloo"),
+        scaling_config=ray_train.ScalingConfig(
             num_workers=plan.most if plan.fewest == plan.most else (plan.fewest, plan.most),
             use_gpu=plan.gpus > 0,
             resources_per_worker=resources,
@@ -180,15 +185,15 @@ def make_trainer(config: TrainConfig, plan: Plan, relay: Any) -> TorchTrainer:
     )
 
 
-def run_config(config: TrainConfig) -> ray.train.RunConfig:
+def run_config(config: TrainConfig) -> Any:
     """Where checkpoints go, how many stay, how many failures are forgiven."""
-    return ray.train.RunConfig(
+    return ray_train.RunConfig(
         name=CHECKPOINTS,
         storage_path=checkpoint_storage(config),
-        failure_config=ray.train.FailureConfig(max_failures=config.cluster.max_failures),
-        checkpoint_config=ray.train.CheckpointConfig(num_to_keep=config.saving.keep),
+        failure_config=ray_train.FailureConfig(max_failures=config.cluster.max_failures),
+        checkpoint_config=ray_train.CheckpointConfig(num_to_keep=config.saving.keep),
         callbacks=[CatchTerm()],
-        logging_config=ray.train.LoggingConfig(log_level="ERROR"),
+        logging_config=ray_train.LoggingConfig(log_level="ERROR"),
     )
 
 
@@ -245,7 +250,7 @@ class RayPort:
         self._stop = False
         self._written = threading.Event()
         self._written.set()
-        self.storage = ray.train.get_context().get_storage()
+        self.storage = ray_train.get_context().get_storage()
 
     def send(self, record: Record) -> None:
         if self._rank == 0:
@@ -259,18 +264,18 @@ class RayPort:
     def save(self, snapshot: checkpoint.Snapshot, name: str, metrics: Record) -> None:
         filesystem, folder = self.storage.storage_filesystem, self.storage.experiment_fs_path
 
-        def upload(_: ray.train.Checkpoint, name: str) -> ray.train.Checkpoint:
+        def upload(_: Any, name: str) -> Any:
             try:
-                return ray.train.Checkpoint(checkpoint.write(snapshot, filesystem, folder, name), filesystem)
+                return ray_train.Checkpoint(checkpoint.write(snapshot, filesystem, folder, name), filesystem)
             finally:
                 self._written.set()
 
         self._written.clear()
-        ray.train.report(
+        ray_train.report(
             metrics,
-            checkpoint=ray.train.Checkpoint(f"{folder}/{name}", filesystem),
+            checkpoint=ray_train.Checkpoint(f"{folder}/{name}", filesystem),
             checkpoint_dir_name=name,
-            checkpoint_upload_mode=ray.train.CheckpointUploadMode.ASYNC,
+            checkpoint_upload_mode=ray_train.CheckpointUploadMode.ASYNC,
             checkpoint_upload_fn=upload,
             # The "local" copy is the one in its final place.
             delete_local_checkpoint_after_upload=False,
@@ -290,13 +295,13 @@ def worker_main(settings: Record) -> Record:
     relay = settings["relay"]
     if fatal := ray.get(relay.fatal.remote()):
         return {"error": fatal}
-    context = ray.train.get_context()
+    context = ray_train.get_context()
     rank = context.get_world_rank()
     try:
         check_versions(settings["versions"])
         os.environ["IDN_DATA"] = settings["data"]
         config = TrainConfig.from_dict(settings["config"])
-        group = Group(rank, context.get_world_size(), ray.train.torch.get_device())
+        group = Group(rank, context.get_world_size(), ray_train.torch.get_device())
         port = RayPort(relay, rank)
         opened = session.open_session(config, group, port.storage.storage_filesystem, port.storage.experiment_fs_path)
         return worker.train(opened, port)

@@ -1,5 +1,7 @@
 """Notices where values stop being finite, at the cost of one reduction per tensor and no wait inside the step."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
@@ -29,7 +31,7 @@ class FiniteWatch:
             self._handles.append(parameter.register_hook(self._gradient_hook(index)))
 
     def first_bad(self) -> tuple[int, bool]:
-        """Index in `names` of the first non-finite tensor of this step or -1, and whether it was a gradient; forgets."""
+        """Index in `names` of this step's first non-finite tensor or -1, and whether it was a gradient; forgets."""
         found = (-1, False)
         # A bad activation spoils all gradients, so outputs are asked first, and gradients in the order they were made.
         for sums, is_gradient in ((self._outputs, False), (self._gradients, True)):
@@ -49,15 +51,18 @@ class FiniteWatch:
         self.names.append(name)
         return len(self.names) - 1
 
-    def _output_hook(self, index: int):  # type: ignore[no-untyped-def]
+    def _output_hook(self, index: int) -> Callable[[nn.Module, object, tuple[Tensor, ...]], None]:
         def hook(module: nn.Module, inputs: object, output: tuple[Tensor, ...]) -> None:
-            total = sum(part.detach().sum() for part in output)
-            self._outputs[index] = self._outputs.get(index, 0) + total
+            for part in output:
+                _add(self._outputs, index, part)
 
         return hook
 
-    def _gradient_hook(self, index: int):  # type: ignore[no-untyped-def]
-        def hook(gradient: Tensor) -> None:
-            self._gradients[index] = self._gradients.get(index, 0) + gradient.detach().sum()
+    def _gradient_hook(self, index: int) -> Callable[[Tensor], None]:
+        return lambda gradient: _add(self._gradients, index, gradient)
 
-        return hook
+
+def _add(sums: dict[int, Tensor], index: int, tensor: Tensor) -> None:
+    """A sum is finite as long as all of its parts are; opposite infinities make it NaN."""
+    total = tensor.detach().sum()
+    sums[index] = sums[index] + total if index in sums else total

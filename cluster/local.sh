@@ -1,0 +1,65 @@
+#!/usr/bin/env bash
+# A Ray cluster of one machine with its job server: `up`, `down`, `submit NAME [options of idn train]`.
+# It listens on loopback and asks for a token, which Ray keeps in the user's home (RAY_AUTH_TOKEN_PATH moves it).
+set -euo pipefail
+cd "$(dirname "$0")/.."
+state=${IDN_CLUSTER_STATE:-${TMPDIR:-/tmp}/idn-cluster-$(id -u)}
+port=${IDN_CLUSTER_PORT:-6379} dashboard=${IDN_DASHBOARD_PORT:-8265}
+export RAY_AUTH_MODE=token
+
+fail() {
+    echo "idn: error: $*" >&2
+    exit 2
+}
+
+running() { [ -f "$state/pid" ] && kill -0 "$(cat "$state/pid")" 2>/dev/null; }
+
+answers() { (exec 3<>"/dev/tcp/127.0.0.1/$1") 2>/dev/null; }
+
+up() {
+    running && fail "a cluster is up already (process $(cat "$state/pid")); just cluster-down ends it"
+    for taken in "$port" "$dashboard"; do
+        if answers "$taken"; then fail "port $taken is in use; set IDN_CLUSTER_PORT or IDN_DASHBOARD_PORT to free ones"; fi
+    done
+    mkdir -p "$state"
+    ray get-auth-token --generate >/dev/null 2>&1
+    # Jobs run in a copy of the working folder that Ray deletes: what they read and leave belongs here.
+    export IDN_RUNS=${IDN_RUNS:-$PWD/runs} IDN_DATA=${IDN_DATA:-$PWD/data}
+    nohup ray start --head --block --disable-usage-stats --node-ip-address=127.0.0.1 --port="$port" \
+        --include-dashboard=true --dashboard-host=127.0.0.1 --dashboard-port="$dashboard" "$@" \
+        >"$state/log" 2>&1 &
+    echo $! >"$state/pid"
+    for _ in $(seq 120); do
+        running || fail "the cluster did not start; $state/log says why"
+        if answers "$dashboard" && ray job list --address "http://127.0.0.1:$dashboard" >/dev/null 2>&1; then
+            echo "cluster up: dashboard http://127.0.0.1:$dashboard, jobs by \`just submit cifar10\`, runs in $IDN_RUNS"
+            return
+        fi
+        sleep 1
+    done
+    fail "the job server did not answer within two minutes; $state/log says why"
+}
+
+down() {
+    running || fail "no cluster of ours is up"
+    # `ray start --block` ends the processes that it started, and only those.
+    kill -TERM "$(cat "$state/pid")"
+    for _ in $(seq 30); do
+        running || break
+        sleep 1
+    done
+    rm -f "$state/pid"
+    echo "cluster down"
+}
+
+submit() {
+    [ $# -ge 1 ] || fail "submit what? one of $(basename -s .py launch/*.py | xargs)"
+    [ -f "launch/$1.py" ] || fail "no launch/$1.py; expected one of $(basename -s .py launch/*.py | xargs)"
+    answers "$dashboard" || fail "no cluster answers on port $dashboard; start one with \`just cluster-up\`"
+    ray job submit --address "http://127.0.0.1:$dashboard" --working-dir . -- python "launch/$1.py" "${@:2}"
+}
+
+case "${1:-}" in
+up | down | submit) "$@" ;;
+*) fail "usage: cluster/local.sh up|down|submit NAME [options]" ;;
+esac
