@@ -1,6 +1,7 @@
 """The `idn` command: a table of commands, each a typed function in the file of its own subject."""
 
 import importlib
+import inspect
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -51,7 +52,10 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     try:
         name, rest = find_command(words)
-        result = tyro.cli(load_command(name), prog=f"idn {name}", args=rest)
+        command = load_command(name)
+        # A command that takes words parses them itself: its options depend on the first ones.
+        by_itself = list(inspect.signature(command).parameters) == ["argv"]
+        result = command(rest) if by_itself else tyro.cli(command, prog=f"idn {name}", args=rest)
     except UserError as error:
         if debug:
             raise
