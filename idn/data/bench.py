@@ -17,7 +17,6 @@ from idn.data.locate import open_index
 from idn.data.stream import open_stream
 from idn.errors import UserError
 
-
 ROUNDS = 4
 WARM_UP = 2.0
 """Seconds for processes to start and queues to fill."""

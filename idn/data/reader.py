@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from idn.data import images, pixels, storage
 from idn.data.cache import Cache
@@ -33,9 +31,10 @@ class Request(NamedTuple):
 class Answer(NamedTuple):
     """Decoded samples; what was skipped, or the error that stopped the batch, in words."""
 
-    images: Tensor
-    labels: Tensor
-    positions: Tensor
+    images: np.ndarray
+    """N x C x H x W uint8."""
+    labels: list[int]
+    positions: list[int]
     skipped: list[str]
     error: str | None
 
@@ -73,8 +72,7 @@ class Reader:
         try:
             return self._read(request)
         except (UserError, BadSample, BadShard) as error:
-            nothing = torch.zeros(0, dtype=torch.int64)
-            return Answer(nothing, nothing, nothing, [], str(error))
+            return Answer(np.zeros(0, np.uint8), [], [], [], str(error))
 
     def _read(self, request: Request) -> Answer:
         channels, height, width = self.index.shape
@@ -99,7 +97,7 @@ class Reader:
         planes = np.ascontiguousarray(batch.transpose(0, 3, 1, 2))
         if self.resize:
             planes = pixels.resize(planes, self.resize)
-        return Answer(torch.from_numpy(planes), _integers(labels), _integers(positions), skipped, None)
+        return Answer(planes, labels, positions, skipped, None)
 
     def sample(self, shard: int, number: int) -> tuple[np.ndarray, int]:
         """One decoded image (H x W x C) and its label."""
@@ -143,7 +141,3 @@ class Reader:
 
     def _most_open(self) -> int:
         return 2 * max(len(window) for window in self.order.windows(0))
-
-
-def _integers(values: list[int]) -> Tensor:
-    return torch.tensor(values, dtype=torch.int64)

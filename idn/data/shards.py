@@ -46,6 +46,7 @@ def write_dataset(
     Each file appears whole or not at all, and the index comes last. The bytes depend on the content alone,
     so a second run finds its shards and leaves them as they are.
     """
+    storage.check_writable(out)
     shape = tuple(next(iter(splits.values())).images.shape[1:])
     shards: list[Shard] = []
     for name, split in splits.items():

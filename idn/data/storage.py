@@ -107,12 +107,14 @@ def fetch(location: str, target: Path, allow_pipe: bool = False) -> None:
             shutil.copyfileobj(file, out, 1 << 20)
 
 
+def check_writable(location: str) -> None:
+    if scheme(location) in _WEB:
+        raise UserError(f"cannot write to {location}: a web server takes no uploads; give a folder or object store")
+
+
 def write(location: str, content: bytes) -> None:
     """Writes a whole file so that readers see all of it or none."""
-    kind = scheme(location)
-    if kind in _WEB:
-        raise UserError(f"cannot write to {location}: a web server takes no uploads; give a folder or object store")
-    if kind:
+    if scheme(location):
         with _remote_errors(location), _open_remote(location, "wb") as file:
             file.write(content)
         return

@@ -12,11 +12,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Sampler
 
+from idn.data import storage
 from idn.data.cache import DEFAULT_BYTES, Cache, default_folder
+from idn.data.index import Shard
+from idn.data.loaders import Loaders
 from idn.data.locate import open_index
 from idn.data.order import WINDOW, Order
 from idn.data.reader import Answer, Reader, Request
@@ -59,7 +62,7 @@ class Stream:
         self.skipped = 0
         """Bad samples that this rank left out so far."""
         self._reader = reader
-        self._loader = loader(reader, _Sampler(self), workers) if workers else None
+        self._loaders = Loaders(reader, workers) if workers else None
 
     @property
     def batches(self) -> int:
@@ -108,12 +111,16 @@ class Stream:
             share, longer = divmod(size, self.world)
             count = share + (self.rank < longer)
             first = position + self.rank * share + min(self.rank, longer)
-            yield Cut(Request(epoch, first, count), count * self.world / size, position + size)
+            # A rank for which nothing is left still needs an image to train on: the epoch's last one stands in.
+            stand_in = count == 0 and self._reader.order.shuffle
+            request = Request(epoch, self.samples - 1, 1) if stand_in else Request(epoch, first, count)
+            yield Cut(request, count * self.world / size, position + size)
             position += size
 
     def __iter__(self) -> Iterator[Batch]:
-        answers = iter(self._loader) if self._loader is not None else map(self._reader.read, _Sampler(self))
-        for cut, answer in zip(self.cuts(), answers, strict=False):
+        requests = (cut.request for cut in self.cuts())
+        answers = self._loaders.read(requests) if self._loaders else map(self._reader.read, requests)
+        for cut, answer in zip(self.cuts(), answers, strict=True):
             batch = self._batch(answer, cut.weight)
             self.position = cut.end
             yield batch
@@ -125,58 +132,27 @@ class Stream:
         for reason in answer.skipped:
             log.warning("skipped %s", reason)
         self.skipped += len(answer.skipped)
-        if self._reader.order.shuffle and not len(answer.images):
+        if self._reader.order.shuffle and not answer.labels:
             raise UserError(f"every sample of a batch is bad, the last one: {answer.skipped[-1]}")
-        positions = answer.positions if weight else torch.full_like(answer.positions, -1)
-        return Batch(answer.images, answer.labels, positions, weight)
+        places = answer.positions if weight else [-1] * len(answer.positions)
+        labels, positions = (torch.tensor(values, dtype=torch.int64) for values in (answer.labels, places))
+        return Batch(torch.from_numpy(answer.images), labels, positions, weight)
+
+    def close(self) -> None:
+        """Ends the loader processes; they also end with the stream itself."""
+        if self._loaders:
+            self._loaders.close()
 
 
-class _Sampler(Sampler[Request]):
-    """What to read next, as torch's DataLoader asks for it."""
-
-    def __init__(self, stream: Stream) -> None:
-        self.stream = stream
-
-    def __iter__(self) -> Iterator[Request]:
-        for cut in self.stream.cuts():
-            epoch, first, length = cut.request
-            stand_in = length == 0 and self.stream._reader.order.shuffle
-            yield Request(epoch, min(first, self.stream.samples - 1), 1) if stand_in else cut.request
-
-
-class _Requests(Dataset[Answer]):
-    """The reader as torch's DataLoader wants it; tensors cross processes through shared memory."""
-
-    def __init__(self, reader: Reader) -> None:
-        self.reader = reader
-
-    def __getitem__(self, request: Request) -> Answer:
-        return self.reader.read(request)
-
-
-def loader(reader: Reader, sampler: Sampler[Request], workers: int) -> "DataLoader[Answer]":
-    """Loader processes that outlive epochs.
-
-    They come from a fork server: forking a training process, full of the threads of torch and Ray, can
-    deadlock, while spawning pays torch's import once per process. Each works with one thread.
-    """
-    context = torch.multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
-    return DataLoader(
-        _Requests(reader),
-        sampler=sampler,
-        batch_size=None,
-        num_workers=workers,
-        collate_fn=_as_is,
-        persistent_workers=True,
-        prefetch_factor=4,
-        multiprocessing_context=context,
-        generator=torch.Generator(),  # its base seed would otherwise be drawn from torch's global state
-    )
-
-
-def _as_is(answer: Any) -> Any:
-    return answer
+def _check_cache(shards: list[Shard], order: Order, limit: int) -> None:
+    """A cache that cannot hold a window would fetch its shards again and again."""
+    sizes = np.array([shard.bytes for shard in shards])
+    need = max(int(sizes[window].sum()) for epoch in range(2) for window in order.windows(epoch))
+    if need > limit:
+        raise UserError(
+            f"the cache may hold {limit} bytes, but {order.window} samples shuffled together take up to {need}: "
+            "raise cache_bytes or lower window"
+        )
 
 
 def open_stream(
@@ -220,5 +196,7 @@ def open_stream(
     folder, index = open_index(source, kept)
     shards = index.select(split)
     order = Order([shard.samples for shard in shards], seed, shuffle, window)
+    if storage.scheme(folder or source, allow_pipe):
+        _check_cache(shards, order, cache_bytes)
     reader = Reader(folder, index, shards, order, kept, flip, resize, on_bad_sample == "skip")
     return Stream(reader, batch, rank, world, workers)
