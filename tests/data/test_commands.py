@@ -77,20 +77,20 @@ def test_bench_prints_all_three_and_the_ratio(tmp_path: Path) -> None:
 
 
 def test_memory_does_not_grow_with_the_dataset(tmp_path: Path) -> None:
-    """Peak memory of a whole shuffled epoch over 12 MB and over 120 MB of decoded images."""
+    """Peak memory of a whole shuffled epoch over 6 MB and over 60 MB of decoded images."""
     code = (
-        "import resource, sys, torch; from idn.data import open_stream\n"
+        "import re, sys, torch; from idn.data import open_stream\n"
         "torch.set_num_threads(1)\n"
         "for batch in open_stream(sys.argv[1], batch=64): pass\n"
-        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+        "print(re.search(r'VmHWM:\\s+(\\d+)', open('/proc/self/status').read())[1])"
     )
     peaks = []
-    for count in (1000, 10_000):
+    for count in (500, 5000):
         images = np.zeros((count, 3, 64, 64), np.uint8)
         split = Split(images, np.zeros(count, np.uint8), np.arange(count))
-        write_dataset(str(tmp_path / f"{count}"), "plain", {"train": split}, classes=10, shard_samples=1000)
+        write_dataset(str(tmp_path / f"{count}"), "plain", {"train": split}, classes=10, shard_samples=500)
         done = subprocess.run(
             [sys.executable, "-c", code, str(tmp_path / f"{count}")], capture_output=True, text=True, check=True
         )
         peaks.append(int(done.stdout) * 1024)
-    assert peaks[1] - peaks[0] < 15e6
+    assert peaks[1] - peaks[0] < 10e6
