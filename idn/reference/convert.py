@@ -6,6 +6,7 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from idn.errors import UserError
 from idn.flows.activations import LipSwishActivation
@@ -22,9 +23,9 @@ Ours = TypeVar("Ours")
 Theirs = TypeVar("Theirs")
 
 PARAMETERS = {"weight", "bias", "beta"}
-SETTLED = 1e-5
-ROUNDS = 50
-"""The norms of averaged weights are iterated until so little can be missing, ten iterations a round."""
+SETTLED = 1e-6
+ROUND, ROUNDS = 20, 25
+"""An averaged weight's norm is iterated in rounds until a round adds less than this share, or to the last round."""
 
 
 def convert(path: str | Path) -> tuple[Flow, Flow | None]:
@@ -45,7 +46,8 @@ def convert(path: str | Path) -> tuple[Flow, Flow | None]:
     _check_average(checkpoint, where)
     averaged = Flow(config, converge=False).eval()
     _fill(averaged, read_layout(checkpoint.state | checkpoint.ema, where), where)
-    for _, layer in averaged.spectral_layers():
+    # A large flow takes minutes; a terminal shows how far it is.
+    for _, layer in tqdm(list(averaged.spectral_layers()), "norms of averaged weights", leave=False, disable=None):
         _settle(layer)
     return raw, averaged
 
@@ -111,11 +113,19 @@ def _copy(part: Part, targets: dict[str, Tensor], where: str) -> None:
                 f"{where}: {part.path}.{name} has shape {tuple(source.shape)}, expected {tuple(target.shape)} "
                 "by the first block and the options"
             )
+        if not torch.isfinite(source).all():
+            raise UserError(f"{where}: {part.path}.{name} has values that are not finite: the run had failed")
         target.copy_(source.view_as(target))
 
 
+@torch.no_grad()
 def _settle(layer: SpectralLayer) -> None:
+    """Iterates the norm until roundoff is all that changes it, and leaves out the margin for what is missing."""
+    before = 0.0
     for _ in range(ROUNDS):
-        layer.update_norm(10)
-        if layer.slack < SETTLED:
-            return
+        layer.update_norm(ROUND)
+        norm = layer.sigma.item()
+        if norm - before <= SETTLED * norm:
+            break
+        before = norm
+    layer.slack.zero_()

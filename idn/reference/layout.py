@@ -35,6 +35,11 @@ class Part:
         return self["weight"].shape[1]
 
     @property
+    def kernel(self) -> int:
+        """The size of a convolution's kernel; 0 for a linear layer."""
+        return self["weight"].shape[3] if self["weight"].dim() == 4 else 0
+
+    @property
     def outputs(self) -> int:
         return self["weight"].shape[0]
 
@@ -107,7 +112,7 @@ def _step(path: str, parts: list[Part], where: str) -> Step:
     block = PublishedBlock(path)
     for part in parts:
         names = part.tensors.keys()
-        if LAYER <= names <= CONVOLUTION:
+        if LAYER <= names <= CONVOLUTION and part["weight"].dim() in (2, 4):
             block.layers.append(part)
         elif names == {"beta"}:
             block.activations.append(part)

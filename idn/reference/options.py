@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import torch
+
 from idn.errors import UserError
 from idn.flows.config import FlowConfig
 from idn.flows.logdet import LogdetRule
@@ -45,7 +47,7 @@ def check_options(args: dict[str, Any], where: str) -> None:
             raise UserError(f"{where}: was trained with {name}={args[name]!r}; only {value!r} can be imported")
     if set(str(args.get("vnorms", 2))) != {"2"}:
         raise UserError(f"{where}: was trained with vnorms={args['vnorms']!r}; only '2222' can be imported")
-    if args.get("act", "swish") not in ACTIVATIONS:
+    if args.get("act", "swish") not in list(ACTIVATIONS):
         expected = ", ".join(ACTIVATIONS)
         raise UserError(f"{where}: was trained with act={args['act']!r}; only {expected} can be imported")
 
@@ -61,24 +63,25 @@ def read_config(checkpoint: Checkpoint, layout: Layout, where: str) -> FlowConfi
     # The scripts drop the scales that would halve the image too often.
     if str(args.get("nblocks", "-".join(blocks))).split("-")[: len(blocks)] != blocks:
         raise _disagree(where, "nblocks", args["nblocks"], "-".join(blocks))
-    return FlowConfig(
-        **sizes,
-        branch="dense" if first.concatenations else "residual",
-        learnable_concat=bool(first.concatenations) and _is_learnt(checkpoint, first.concatenations[0]),
-        activation=_activation(args, first, where),
-        coeff=_number(args, "coeff", 0.98 if layout.is_image else 0.9, where),
-        concat_coeff=_number(args, "lip_coeff", 0.98, where),
-        actnorm=len(layout.steps()) > len(layout.blocks()),
-    )
+    try:
+        return FlowConfig(
+            **sizes,
+            branch="dense" if first.concatenations else "residual",
+            learnable_concat=bool(first.concatenations) and _is_learnt(checkpoint, first.concatenations[0]),
+            activation=_activation(args, first),
+            coeff=_number(args, "coeff", 0.98 if layout.is_image else 0.9),
+            concat_coeff=_number(args, "lip_coeff", 0.98),
+            actnorm=len(layout.steps()) > len(layout.blocks()),
+        )
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from error
 
 
 def _image_sizes(checkpoint: Checkpoint, layout: Layout, where: str) -> dict[str, Any]:
     args, blocks = checkpoint.args, layout.blocks()
     connected = [block for block in blocks if block.flattens]
     first = blocks[0]
-    if "spatial_dims" not in first.layers[0].tensors:
-        raise UserError(f"{where}: begins with {first.layers[0].path!r}, expected a convolution")
-    channels, (height, width) = first.layers[-1].outputs, first.layers[0]["spatial_dims"].int().tolist()
+    channels, (height, width) = first.layers[-1].outputs, _map_size(first, where)
     squeeze_first = args.get("squeeze_first") is True
     if squeeze_first:
         channels, height, width = channels // 4, 2 * height, 2 * width
@@ -102,10 +105,19 @@ def _image_sizes(checkpoint: Checkpoint, layout: Layout, where: str) -> dict[str
         raise UserError(f"{where}: was trained with preact=False; only preact=True can be imported")
     sizes |= {
         "width": first.layers[-1].inputs,
-        "kernels": tuple(layer["weight"].shape[-1] for layer in first.layers),
+        "kernels": tuple(layer.kernel for layer in first.layers),
         "first_activation": first.starts_with_activation,
     }
     return sizes | ({"fc_width": connected[0].layers[-1].inputs} if connected else {})
+
+
+def _map_size(block: PublishedBlock, where: str) -> tuple[int, int]:
+    """Height and width of the maps that a block sees; those of v, in which they are noted, must bear them out."""
+    for layer in block.layers:
+        size = layer.tensors.get("spatial_dims", torch.zeros(0)).long().tolist()
+        if layer.kernel > 1 and len(size) == 2 and layer.inputs * size[0] * size[1] == layer["v"].numel() > 0:
+            return size[0], size[1]
+    raise UserError(f"{where}: {block.path} holds no convolution that shows the size of its images")
 
 
 def _vector_sizes(layout: Layout) -> dict[str, Any]:
@@ -127,12 +139,12 @@ def _growth(layers: list[Part]) -> int:
     return layers[1].inputs - layers[0].inputs if len(layers) > 1 else 0
 
 
-def _activation(args: dict[str, Any], block: PublishedBlock, where: str) -> str:
+def _activation(args: dict[str, Any], block: PublishedBlock) -> str:
     """By name, or, where the options are lost, by the parameter that it has."""
     if "act" in args:
         return ACTIVATIONS[args["act"]]
     if not block.activations:
-        raise UserError(f"{where}: its options do not name the activation (act), nor do its tensors show it")
+        raise UserError("its options do not name the activation (act), nor do its tensors show it")
     return "clipswish" if block.activations[0].path.endswith(".swish") else "lipswish"
 
 
@@ -143,10 +155,10 @@ def _is_learnt(checkpoint: Checkpoint, concatenation: Part) -> bool:
     return checkpoint.args.get("learnable_concat", True) is True
 
 
-def _number(args: dict[str, Any], name: str, default: float, where: str) -> float:
+def _number(args: dict[str, Any], name: str, default: float) -> float:
     value = args.get(name, default)
     if not isinstance(value, int | float):
-        raise UserError(f"{where}: its options say {name}={value!r}, expected a number")
+        raise UserError(f"its options say {name}={value!r}, expected a number")
     return float(value)
 
 

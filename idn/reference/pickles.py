@@ -38,7 +38,7 @@ class Global:
     name: str
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Inert:
     """An object that was not made: what would have been called, on what, and what it would then have held."""
 
@@ -47,6 +47,9 @@ class Inert:
     state: Value = None
     items: list[Value] = field(default_factory=list)
     mapping: dict[Value, Value] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        return f"<{self.name} object>"  # what it holds may be endless
 
 
 @dataclass(frozen=True)

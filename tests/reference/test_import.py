@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import idn
 from idn.errors import UserError
@@ -60,8 +62,8 @@ MODELS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def check(published: Published, out: Path, emas: tuple[bool, ...] = (False, True), samples: int = 2) -> None:
-    x = torch.rand(samples, *published.shape, generator=stream(0, "pixels"))
+def check(published: Published, out: Path, emas: tuple[bool, ...] = (False, True)) -> None:
+    x = torch.rand(1, *published.shape, generator=stream(0, "pixels"))
     for ema in emas:
         flow = idn.load(out, ema=ema)
         z, logdet = flow.encode(x, exact=True)
@@ -142,7 +144,7 @@ def test_options_that_the_tensors_show_may_be_missing(name: str, tmp_path: Path)
     published.args = {option: value for option, value in complete.items() if option in kept}
     import_checkpoint(published.save(tmp_path / "file.pth"), tmp_path / "flow.safetensors")
     published.args = complete
-    check(published, tmp_path / "flow.safetensors", samples=1)
+    check(published, tmp_path / "flow.safetensors")
 
 
 def test_the_summary_and_the_flow_of_an_import(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -205,6 +207,32 @@ def test_options_that_contradict_the_tensors(option: str, claim: object, message
         convert(published.save(tmp_path / "file.pth"))
 
 
+JUNK = st.sampled_from([None, -1, 0, 3, 1e9, "", "text", [1], {}, float("nan"), True, (2, 2)])
+
+
+@settings(max_examples=50)
+@given(data=st.data(), toy=st.booleans())
+def test_junk_in_options_or_tensors_is_a_user_error_or_harmless(
+    data: st.DataObject, toy: bool, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    published = Published(toy=toy, **IDENSENET_LC, **({} if toy else {**MNIST, **SMALL}))
+    published.state = {name: tensor.clone() for name, tensor in published.state.items()}
+    for _ in range(data.draw(st.integers(1, 2))):
+        if data.draw(st.booleans()):
+            published.args[data.draw(st.sampled_from(sorted(published.args)))] = data.draw(JUNK)
+            continue
+        name = data.draw(st.sampled_from(sorted(published.state)))
+        tensor = published.state.pop(name)
+        shape = data.draw(st.sampled_from([(), (1,), (0,), (3, 5), tuple(tensor.shape), (2, 3, 3, 3)]))
+        changed = data.draw(st.sampled_from([name, f"{name}.1", f"module.{name}", name.replace("0", "7"), "x", ""]))
+        published.state[changed] = torch.full(shape, data.draw(st.sampled_from([-1.0, 0.0, 1e9])))
+    path = published.save(tmp_path_factory.getbasetemp() / "junk.pth", ema=False)
+    try:
+        convert(path)
+    except UserError as error:
+        assert str(error).startswith(str(path)) and "\n" not in str(error) and len(str(error)) < 500
+
+
 def damage(published: Published, change: str) -> None:
     """Does one thing to the tensors of a checkpoint that should not be."""
     state, shadow, layer = published.state, published.shadow, "chain.1.nnet.0.network.0"
@@ -227,6 +255,8 @@ def damage(published: Published, change: str) -> None:
             state[f"{layer}.weight"] = torch.ones(7, 2)
         case "a layer too few":
             published.state = {name: tensor for name, tensor in state.items() if "chain.1.nnet.1." not in name}
+        case "not finite":
+            state[f"{layer}.bias"][1] = torch.nan
         case "no average of one":
             del shadow[f"{layer}.bias"]
         case "an average of nothing":
@@ -243,6 +273,7 @@ def damage(published: Published, change: str) -> None:
         ("no blocks", "holds no chain of residual blocks"),
         ("another shape", r"chain.1.nnet.0.network.0.weight has shape \(7, 2\), expected \(8, 2\)"),
         ("a layer too few", "chain.1 has 2 weights, but by its first block and options 3"),
+        ("not finite", r"network.0.bias has values that are not finite"),
         ("no average of one", "the parameter 'chain.1.nnet.0.network.0.bias' has no average"),
         ("an average of nothing", "the average 'chain.9.bias' is of no parameter"),
     ],
