@@ -51,10 +51,10 @@ def run(place: str, workers: int, batch: int, seconds: float) -> None:
     if storage.scheme(folder):
         raise UserError(f"{folder} is remote: measure on a local copy, or the network is what you measure")
     urls = [storage.join(folder, shard.name) for shard in shards]
-    stream = open_stream(place, batch=batch, workers=workers)
-    print(f"{place}: {stream.samples} images, {len(shards)} shards, {workers} loader processes, batch {batch}")
+    samples = sum(shard.samples for shard in shards)
+    print(f"{place}: {samples} images, {len(shards)} shards, {workers} loader processes, batch {batch}")
     pipelines = [
-        Pipeline("idn stream", lambda: (len(b.images) for b in _forever(stream))),
+        Pipeline("idn stream", lambda: map(len, _ours(place, workers, batch))),
         Pipeline("stock WebDataset", lambda: map(len, _stock(urls, workers, batch))),
         Pipeline("DataLoader in memory", lambda: map(len, _in_memory(place, workers, batch))),
     ]
@@ -75,6 +75,11 @@ def _memory() -> int:
 def _forever(batches: Iterable[Any]) -> Iterator[Any]:
     while True:
         yield from batches
+
+
+def _ours(place: str, workers: int, batch: int) -> Iterator[Tensor]:
+    for ours in _forever(open_stream(place, batch=batch, workers=workers)):
+        yield ours.images
 
 
 def _stock(urls: list[str], workers: int, batch: int) -> Iterator[Tensor]:

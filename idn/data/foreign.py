@@ -75,7 +75,8 @@ def _build(source: str, folder: str, names: list[str], versions: list[str], cach
             Shard(name, _split(name), len(spans), size, "", blocks, first_byte=spans[0].start, version=version)
         )
     assert shape is not None
-    return Index(source, shape, None, {}, tuple(shards))
+    # The last part of the name: a run that resumes may find the same shards under another folder.
+    return Index(source.rstrip("/").rpartition("/")[2], shape, None, {}, tuple(shards))
 
 
 def _shape(region: bytes) -> tuple[int, int, int]:

@@ -275,3 +275,6 @@ def test_unpickled_arrays_are_plain(cifar: TinyCifar) -> None:
     for protocol in (2, 4):
         loaded = ArrayUnpickler(io.BytesIO(pickle.dumps(batch, protocol)), encoding="bytes").load()
         assert np.array_equal(loaded[b"data"], batch[b"data"])
+    old = pickle.dumps(batch, 2).replace(b"numpy._core", b"numpy.core")  # as files of 2009 name it
+    assert b"numpy.core" in old
+    assert np.array_equal(ArrayUnpickler(io.BytesIO(old), encoding="bytes").load()[b"data"], batch[b"data"])
