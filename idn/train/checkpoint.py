@@ -6,6 +6,8 @@
       state.json                             step, data position, loss scale, run config
       rank-00000-of-00002.json               sizes and hashes of what the rank wrote; written last
 
+The best weights so far stand beside the folder of checkpoints, as best.safetensors.
+
 A checkpoint counts only when every rank's list is there and fits. Random streams need no saving: each is a function of
 (seed, rank, step).
 """
@@ -111,7 +113,7 @@ def write(snapshot: Snapshot, filesystem: pyarrow.fs.FileSystem, folder: str, na
         _publish(local / f"rank-{rank}.json", filesystem, f"{target}/rank-{rank}.json")
         if snapshot.is_best and snapshot.flow is not None:
             snapshot.flow.save(local / BEST, snapshot.ema or None)
-            _publish(local / BEST, filesystem, f"{folder}/{BEST}")
+            _publish(local / BEST, filesystem, f"{folder.rsplit('/', 1)[0]}/{BEST}")
     return target
 
 

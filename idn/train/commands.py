@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from idn.train.config import TrainConfig
+from idn.train.config import TrainConfig, validate
 from idn.train.presets import preset
 
 
@@ -36,9 +36,10 @@ def parse(argv: list[str]) -> tuple[TrainConfig, bool]:
     prog = f"idn train {choice.dataset} --model {choice.model} --size {choice.size} [--dry-run]"
     if wants_help:
         rest = [*rest, "--help"]
-    return tyro.cli(
+    config = tyro.cli(
         TrainConfig, default=chosen, args=rest, prog=prog, description=Choice.__doc__, config=(tyro.conf.SuppressFixed,)
-    ), choice.dry_run
+    )
+    return validate(config), choice.dry_run
 
 
 def train(argv: list[str]) -> int:

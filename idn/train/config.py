@@ -159,7 +159,6 @@ class TrainConfig:
     def __post_init__(self) -> None:
         if self.flow.seed != self.seed:
             object.__setattr__(self, "flow", dataclasses.replace(self.flow, seed=self.seed))
-        validate(self)
 
     @property
     def name(self) -> str:
@@ -199,8 +198,8 @@ def parse_workers(text: str) -> tuple[int, int] | None:
     return low, high
 
 
-def validate(config: TrainConfig) -> None:
-    """Refuse values that cannot work, before anything starts."""
+def validate(config: TrainConfig) -> TrainConfig:
+    """The config itself, or an error for values that cannot work, before anything starts."""
     data, optimiser, watching = config.data, config.optimiser, config.watching
     at_least = [
         ("--batch", data.batch, 1),
@@ -236,6 +235,7 @@ def validate(config: TrainConfig) -> None:
     if workers:
         for count in range(workers[0], workers[1] + 1):
             check_batch(config, count)
+    return config
 
 
 def check_batch(config: TrainConfig, workers: int) -> None:

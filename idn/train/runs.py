@@ -10,7 +10,18 @@ from idn.files import write_json
 from idn.train.config import TrainConfig
 from idn.train.monitor import flatten
 
-IDENTITY = ("dataset", "model", "size", "seed", "flow", "data.batch", "data.split", "data.resize", "data.flip", "optimiser.ema")
+IDENTITY = (
+    "dataset",
+    "model",
+    "size",
+    "seed",
+    "flow",
+    "data.batch",
+    "data.split",
+    "data.resize",
+    "data.flip",
+    "optimiser.ema",
+)
 """What must not change when a run is resumed: the checkpoint or its meaning depends on it."""
 
 

@@ -7,6 +7,7 @@ progress bar and TensorBoard; the actor's answer carries the driver's wish to st
 import logging
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -59,13 +60,21 @@ def cluster(config: TrainConfig) -> Iterator[None]:
     address = config.cluster.address or os.environ.get("RAY_ADDRESS") or "local"
     options: dict[str, Any] = {"include_dashboard": False} if address == "local" else {}
     try:
+        knock(address)
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **options)
-    except (ConnectionError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError) as error:
         raise UserError(f"--address {address}: no Ray cluster answers there ({first_line(error)})") from error
     try:
         yield
     finally:
         ray.shutdown()
+
+
+def knock(address: str) -> None:
+    """An address host:port must take a connection; Ray itself would try for minutes."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if host and port.isdigit():
+        socket.create_connection((host, int(port)), timeout=10).close()
 
 
 def plan(config: TrainConfig, note: Callable[[str], None]) -> Plan:

@@ -1,18 +1,22 @@
 """What tests run inside real Ray Train workers: many short runs per worker group, since starting one is slow."""
 
 import dataclasses
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pyarrow.fs
 import ray.train
 import torch
+from torch import Tensor
 
 from idn.train import checkpoint
 from idn.train.config import TrainConfig
 from idn.train.group import Group, bit_sum
 from idn.train.presets import preset
 from idn.train.session import Session, open_session
+from idn.train.watch import FiniteWatch
 from idn.train.worker import NotFinite, train
 
 LOCAL = pyarrow.fs.LocalFileSystem()
@@ -43,6 +47,10 @@ class LocalPort:
 def tiny(dataset: str = "cifar10-sample", **options: Any) -> TrainConfig:
     """A small run; options are fields of the config's sections, wherever they are."""
     base = preset(dataset, options.pop("model", "idensenet-lc"), "tiny")
+    if dataset == "cifar10-sample":
+        # Real images, but small enough for dozens of runs.
+        small = dataclasses.replace(base.flow, shape=(3, 8, 8), blocks=(1, 1), growth=8, fc_stem=8, fc_growth=4)
+        base = dataclasses.replace(base, flow=small, data=dataclasses.replace(base.data, resize=8))
     quiet = {"log_every": 1, "validate_every": 0, "picture_every": 0, "checkpoint_every": 10**6, "batch": 8}
     quiet |= {"limit_test": 8, "limit_validation": 8, "warmup": 2, "workers": "auto"}
     changed = {}
@@ -88,6 +96,42 @@ def left_behind(session: Session) -> dict[str, Any]:
     for name, _, moments in session.engine.fragments():
         state |= {f"{key}/{name}": int(bit_sum(view)) for key, view in moments.items()}
     return {"state": state}
+
+
+def run_broken(folder: Path, rank: int, at_step: int) -> dict[str, Any]:
+    """A run in which one rank's gradient of one weight turns into NaN at a step."""
+    session = open_session(tiny("cifar10-sample", steps=5), group(), LOCAL, str(folder / "broken"))
+    before: dict[str, Any] = {}
+
+    def spoil(gradient: Tensor) -> Tensor:
+        if session.progress.step != at_step:
+            return gradient
+        before.update(left_behind(session)["state"])
+        return gradient * float("nan") if session.group.rank == rank else gradient
+
+    # Before the watch's own hooks, as a real fault would be.
+    session.watch.close()
+    weight = session.flow.blocks[0].branch.get_parameter("parts.0.layer.weight")
+    weight.register_hook(spoil)
+    session.watch = FiniteWatch(session.flow)
+    try:
+        train(session, LocalPort(str(folder / "broken")))
+    except NotFinite as error:
+        return {"error": str(error), "state before": before, **left_behind(session)}
+    return {"error": "none"}
+
+
+def copy(source: Path, target: Path) -> Path:
+    """Rank 0 copies a run's folder for all."""
+    if group().rank == 0:
+        shutil.copytree(source, target)
+    group().gather([0.0])
+    return target
+
+
+def only(part: Callable[[Path], Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """A loop that makes a single run."""
+    return lambda settings: {part.__name__: part(Path(settings["folder"]))}
 
 
 def interrupted(config: TrainConfig, folder: Path, stop_at: int) -> dict[str, Any]:
