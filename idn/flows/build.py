@@ -22,7 +22,7 @@ def toy_config(size: str) -> FlowConfig:
         blocks={"tiny": (4,), "paper": (10,), "full": (100,)}[size],
         depth=2 if size == "tiny" else 4,
         growth=32 if size == "tiny" else 90,
-        width=32 if size == "tiny" else 128,
+        width=34 if size == "tiny" else 128,
         hidden=2 if size == "tiny" else 4,
         coeff=0.9,
         logit_alpha=None,
@@ -35,31 +35,23 @@ def toy_config(size: str) -> FlowConfig:
 def mnist_config(size: str) -> FlowConfig:
     """28x28 digits resized to 32x32, coefficient 0.93."""
     base = FlowConfig(shape=(1, 32, 32), coeff=0.93, logit_alpha=1e-6)
-    return image_size(base, size, paper_growth=108, full_growth=152, tiny_growth=14)
+    return image_size(base, size, paper_growth=108, full_growth=152, tiny=(14, 48))
 
 
 def cifar10_config(size: str) -> FlowConfig:
     """32x32 colour images, coefficient 0.98."""
     base = FlowConfig(shape=(3, 32, 32), coeff=0.98, logit_alpha=0.05)
-    return image_size(base, size, paper_growth=124, full_growth=172, tiny_growth=16)
+    return image_size(base, size, paper_growth=124, full_growth=172, tiny=(16, 42))
 
 
-def image_size(base: FlowConfig, size: str, paper_growth: int, full_growth: int, tiny_growth: int) -> FlowConfig:
-    """4-4-4 blocks (paper), 16-16-16 with CLipSwish (full), and 1-1-1 narrow ones (tiny)."""
+def image_size(base: FlowConfig, size: str, paper_growth: int, full_growth: int, tiny: tuple[int, int]) -> FlowConfig:
+    """4-4-4 blocks (paper), 16-16-16 with CLipSwish (full), and narrow 2-2-2 ones (tiny)."""
     if size == "full":
         return replace(base, blocks=(16, 16, 16), growth=full_growth, activation="clipswish")
     if size == "paper":
         return replace(base, blocks=(4, 4, 4), growth=paper_growth)
-    return replace(
-        base,
-        blocks=(1, 1, 1),
-        growth=tiny_growth,
-        width=32,
-        fc_blocks=1,
-        fc_width=16,
-        fc_stem=16,
-        fc_growth=8,
-    )
+    growth, width = tiny  # chosen for equal numbers of parameters
+    return replace(base, blocks=(2, 2, 2), growth=growth, width=width, fc_blocks=1, fc_width=14, fc_stem=8, fc_growth=4)
 
 
 def make_config(dataset: str, model: str, size: str = "paper", **overrides: Any) -> FlowConfig:

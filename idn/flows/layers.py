@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from idn.flows.maps import Affine
-from idn.flows.norms import Operator, top_singular, unit
+from idn.flows.norms import Operator, TopSingular, Tracked, top_singular, unit
 
 START_ITERATIONS = 10
 CONVERGED = 2e-3
@@ -27,6 +27,8 @@ class SpectralLayer(nn.Module):
     bias: nn.Parameter
     u: Tensor
     v: Tensor
+    explorer: Tensor
+    direction: Tensor
     sigma: Tensor
     slack: Tensor
     shrink: Tensor
@@ -53,6 +55,8 @@ class SpectralLayer(nn.Module):
         # A 1x1 convolution acts on each pixel alone, so one pixel has the operator's norm.
         size = () if kernel is None else (1, 1) if kernel == 1 else image_size
         self.register_buffer("v", unit(torch.randn(1, inputs, *size, generator=generator)))
+        self.register_buffer("explorer", unit(torch.randn(1, inputs, *size, generator=generator)))
+        self.register_buffer("direction", torch.zeros(1, inputs, *size))
         self.register_buffer("u", torch.zeros(1, outputs, *size))
         self.register_buffer("noise", unit(torch.randn(1, inputs, *size, generator=generator)), persistent=False)
         self.register_buffer("sigma", torch.zeros(()))
@@ -98,13 +102,18 @@ class SpectralLayer(nn.Module):
         weight = self.weight.detach() if weight is None else weight
         # Squares of huge or tiny weights leave the range of fp32, so the largest entry is made 1.
         largest = weight.abs().amax().clamp_min(torch.finfo(weight.dtype).tiny)
-        top = top_singular(*self.operator(weight / largest), self.v, self.noise, iterations)
+        top = self._top(weight / largest, iterations)
         self.u.copy_(top.u)
-        self.v.copy_(top.v)
+        for buffer, vector in zip((self.v, self.explorer, self.direction), top.tracked, strict=True):
+            buffer.copy_(vector)
         self.sigma.copy_(top.sigma * largest)
         self.slack.copy_(top.missing)
         if self.precision is not None:
             self._fit_rounding(weight, self.precision)
+
+    def _top(self, weight: Tensor, iterations: int) -> TopSingular:
+        tracked = Tracked(self.v, self.explorer, self.direction)
+        return top_singular(*self.operator(weight), tracked, self.noise, iterations)
 
     def _fit_rounding(self, weight: Tensor, precision: torch.dtype, rounds: int = 3) -> None:
         """Finds a factor <= 1 for which the rounded weight obeys the bound as well."""
@@ -112,7 +121,7 @@ class SpectralLayer(nn.Module):
         shrink = torch.ones_like(self.shrink)
         for _ in range(rounds):
             rounded = (scaled * shrink).to(precision).to(weight.dtype)
-            norm = top_singular(*self.operator(rounded), self.v, self.noise, 1).sigma
+            norm = self._top(rounded, iterations=1).sigma
             # One unit of roundoff below: shrunk by less, a coarse entry could round up to where it was.
             smaller = shrink * (self.coeff / norm.clamp_min(self.coeff) - torch.finfo(precision).eps / 2)
             shrink = torch.where(norm > self.coeff * (1 + 2e-4), smaller, shrink)
