@@ -33,10 +33,12 @@ class Logit(Layer):
         self.alpha = alpha
 
     def forward(self, x: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-        y = torch.logit(self.alpha + (1 - 2 * self.alpha) * x)
-        # ds/dx = (1 - 2 alpha) / (s (1 - s)) with s = sigmoid(y), written so that neither end loses digits.
-        logdet = math.log(1 - 2 * self.alpha) + F.softplus(y) + F.softplus(-y)
-        return y, logdet.flatten(1).sum(1)
+        # y = ln s - ln(1 - s) and dy/dx = (1 - 2 alpha) / (s (1 - s)), where 1 - s is not taken from s, which has
+        # lost its last digits near 1, but from 1 - x, which is exact there.
+        log_s = torch.log(self.alpha + (1 - 2 * self.alpha) * x)
+        log_rest = torch.log(self.alpha + (1 - 2 * self.alpha) * (1 - x))
+        logdet = math.log(1 - 2 * self.alpha) - log_s - log_rest
+        return log_s - log_rest, logdet.flatten(1).sum(1)
 
     def inverse(self, y: Tensor) -> Tensor:
         return (torch.sigmoid(y) - self.alpha) / (1 - 2 * self.alpha)
