@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import safetensors
 import tyro
 from tqdm import tqdm
 
@@ -14,28 +13,11 @@ from idn.errors import UserError
 from idn.files import write_json
 from idn.flows.block import Block
 from idn.flows.bounds import BranchProof, prove
-from idn.flows.files import EMA_PREFIX, load
+from idn.flows.files import load
 from idn.flows.flow import Flow
+from idn.models import find_model, has_average
 
 Precision = Literal["fp32", "bf16", "fp16"]
-
-
-def find_model(path: Path) -> Path:
-    """The flow file that `path` is, or that a run's or a checkpoint's folder holds: the best, else the newest."""
-    if not path.is_dir():
-        return path
-    for found in (path / "flow.safetensors", path / "best.safetensors"):
-        if found.is_file():
-            return found
-    checkpoints = sorted(path.rglob("step-*/flow.safetensors"), key=lambda file: file.parent.name)
-    if not checkpoints:
-        raise UserError(f"no flow in folder {path}; expected best.safetensors or step-*/flow.safetensors")
-    return checkpoints[-1]
-
-
-def has_average(path: Path) -> bool:
-    with safetensors.safe_open(path, "pt") as file:
-        return any(name.startswith(EMA_PREFIX) for name in file.keys())  # noqa: SIM118
 
 
 def proofs(flow: Flow) -> Iterator[tuple[Block, BranchProof]]:

@@ -10,9 +10,10 @@ import torch
 from safetensors.torch import save_file
 
 import idn
-from idn.certify import find_model, rounded_up
+from idn.certify import rounded_up
 from idn.cli import main
 from idn.flows.bounds import prove
+from idn.models import find_model
 from idn.streams import stream
 from tests.flows.helpers import perturb, small_image_flow, small_toy_flow
 

@@ -77,7 +77,7 @@ def launch(config: TrainConfig) -> int:
         bar.update(record)
 
     try:
-        with trainer.cluster(config):
+        with trainer.cluster(config.cluster.address):
             outcome = trainer.run(config, trainer.plan(config, bar.note), on_record, bar.note)
         if outcome["finished"]:
             monitor.finish(outcome)

@@ -8,13 +8,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from idn.data import dequantise, toy
+from idn.data import toy
 from idn.errors import UserError
-from idn.evaluate import Score, Scored, bits_or_nats, evaluate
+from idn.evaluate import Score, bits_or_nats, evaluate
 from idn.flows.draws import Draws
 from idn.flows.flow import Flow
+from idn.splits import Scored, Split
 from idn.streams import stream
-from idn.train.feed import is_toy, open_images
+from idn.train.feed import is_toy
 from idn.train.session import Session
 
 SETTLE = 50
@@ -76,22 +77,19 @@ class Show:
         return evaluate(self._averaged(), self._batches(split), self.session.config.seed, self.session.group.sum)
 
     def _batches(self, split: str) -> Iterator[Scored]:
-        config, group = self.session.config, self.session.group
-        limit = config.data.limit_validation if split == "validation" else config.data.limit_test
-        if is_toy(config):
-            total = limit or 10_000
-            points = toy.sample(config.dataset, total, stream(config.seed, split, config.dataset))
-            for places in torch.arange(group.rank, total, group.workers).split(1000):
-                yield Scored(points[places].to(group.device), places.tolist())
-            return
-        images = open_images(config, split, EVALUATION_BATCH, group.rank, group.workers, shuffle=False)
-        for batch in images:
-            keep = [i for i, place in enumerate(batch.positions.tolist()) if limit is None or place < limit]
-            places = batch.positions[keep].tolist()
-            noise = [stream(config.seed, "noise", split, place) for place in places]
-            yield Scored(dequantise(batch.images[keep], noise).to(group.device), places)
-            if limit is not None and batch.positions.numel() and int(batch.positions.max()) >= limit:
-                return
+        data, group = self.session.config.data, self.session.group
+        limit = data.limit_validation if split == "validation" else data.limit_test
+        part = Split(
+            self.session.config.dataset,
+            split,
+            self.session.config.seed,
+            limit,
+            data.resize,
+            EVALUATION_BATCH,
+            data.on_bad_sample,
+        )
+        for x, places in part.batches(group.rank, group.workers):
+            yield Scored(x.to(group.device), places)
 
     def _estimator_variance(self) -> float:
         """Mean variance of a sample's bits per dimension (nats) from probes and roulette alone, as in training."""

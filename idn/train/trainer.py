@@ -52,12 +52,12 @@ class TrainingFailed(Exception):
 
 
 @contextmanager
-def cluster(config: TrainConfig) -> Iterator[None]:
-    """Joins the cluster, or starts a private one and ends it afterwards."""
+def cluster(wanted: str | None) -> Iterator[None]:
+    """Joins the cluster at an address (or RAY_ADDRESS), or starts a private one and ends it afterwards."""
     if ray.is_initialized():
         yield
         return
-    address = config.cluster.address or os.environ.get("RAY_ADDRESS") or "local"
+    address = wanted or os.environ.get("RAY_ADDRESS") or "local"
     options: dict[str, Any] = {"include_dashboard": False} if address == "local" else {}
     try:
         knock(address)
