@@ -76,7 +76,8 @@ def read_config(path: Path) -> dict[str, Any]:
 
 def check_same(old: dict[str, Any], new: dict[str, Any], folder: Path) -> None:
     """Refuse to mix two different runs in one folder."""
-    before, now = flatten(old), flatten(json.loads(json.dumps(new)))
+    # Through JSON, which knows no tuples.
+    before, now = (flatten(json.loads(json.dumps(values))) for values in (old, new))
     for name in sorted(set(before) | set(now)):
         part_of_identity = name in IDENTITY or name.startswith("flow.")
         if part_of_identity and before.get(name) != now.get(name):

@@ -11,6 +11,7 @@ import pytest
 import ray
 
 REPO = Path(__file__).parents[2]
+COMMAND = str(Path(sys.executable).with_name("idn"))
 
 
 @pytest.fixture(scope="session")
@@ -49,7 +50,7 @@ def idn(cluster: str, tmp_path: Path) -> Callable[..., subprocess.Popen[str]]:
     def start(*words: str) -> subprocess.Popen[str]:
         environment = os.environ | {"RAY_ADDRESS": cluster, "IDN_RUNS": str(tmp_path / "runs"), "OMP_NUM_THREADS": "1"}
         return subprocess.Popen(
-            [sys.executable, "-c", "import sys; from idn.cli import main; sys.exit(main())", *words],
+            [COMMAND, *words],
             cwd=tmp_path,
             env=environment,
             text=True,

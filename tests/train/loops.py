@@ -62,6 +62,23 @@ def tiny(dataset: str = "cifar10-sample", **options: Any) -> TrainConfig:
     return dataclasses.replace(base, **changed, **rest)
 
 
+def two_steps_of(dataset: str, model: str, size: str) -> TrainConfig:
+    """A preset as it is, but for its batch and length."""
+    base = preset(dataset, model, size)
+    few = {
+        "batch": 2 if base.flow.logit_alpha is not None else 50,
+        "loaders": 0,
+        "limit_test": 2,
+        "limit_validation": 2,
+    }
+    return dataclasses.replace(
+        base,
+        data=dataclasses.replace(base.data, **few),
+        length=dataclasses.replace(base.length, steps=2),
+        watching=dataclasses.replace(base.watching, log_every=1, validate_every=0, picture_every=0),
+    )
+
+
 def group() -> Group:
     context = ray.train.get_context()
     return Group(context.get_world_rank(), context.get_world_size(), torch.device("cpu"))

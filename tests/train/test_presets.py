@@ -1,0 +1,47 @@
+"""Two real steps of every preset of the paper, full sizes included: `just test-presets`."""
+
+from typing import Any
+
+import pytest
+
+from idn.flows.build import MODELS
+from tests.train import loops
+
+TOYS = ("circles", "checkerboard", "moons")
+IMAGES = {"mnist": "mnist-sample", "cifar10": "cifar10-sample"}
+
+
+def two_steps(settings: dict[str, Any]) -> dict[str, Any]:
+    import tempfile
+
+    found = {}
+    for dataset in settings["datasets"]:
+        for model in MODELS:
+            config = loops.two_steps_of(dataset, model, settings["size"])
+            with tempfile.TemporaryDirectory() as folder:
+                result = loops.run(config, folder)
+            found[f"{dataset} {model}"] = result["losses"]
+    return found
+
+
+@pytest.mark.parametrize("size", ["tiny", "paper"])
+def test_toy_presets_take_two_steps(in_workers: Any, size: str) -> None:
+    check(in_workers(two_steps, 1, datasets=TOYS, size=size), 9)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", ["tiny", "paper", "full"])
+def test_image_presets_take_two_steps(in_workers: Any, size: str) -> None:
+    check(in_workers(two_steps, 1, datasets=tuple(IMAGES.values()), size=size), 6)
+
+
+@pytest.mark.slow
+def test_toy_presets_of_100_blocks_take_two_steps(in_workers: Any) -> None:
+    check(in_workers(two_steps, 1, datasets=TOYS, size="full"), 9)
+
+
+def check(found: dict[str, dict[int, float]], count: int) -> None:
+    assert len(found) == count
+    for name, losses in found.items():
+        assert sorted(losses) == [1, 2], name
+        assert all(0 < loss < 50 for loss in losses.values()), (name, losses)
