@@ -66,14 +66,7 @@ def finished(cluster: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pa
     words = [*TINY, "--steps", "12", "--batch", "16", "--workers", "2", "--log-every", "2", "--validate-every", "6"]
     words += ["--picture-every", "12", "--checkpoint-every", "4", "--keep", "2", "--samples", "4", "--limit-test", "32"]
     process = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            "import sys; from idn.cli import main; sys.exit(main())",
-            "train",
-            "cifar10-sample",
-            *words,
-        ],
+        [COMMAND, "train", "cifar10-sample", *words],
         env=os.environ | {"RAY_ADDRESS": cluster, "IDN_RUNS": str(folder)},
         capture_output=True,
         text=True,
@@ -198,14 +191,7 @@ def test_another_model_in_the_same_folder_is_refused(finished: tuple[Path, str, 
     folder, _, _ = finished
     words = [*TINY, "--steps", "12", "--batch", "16", "--name", RUN, "--model", "idensenet"]
     process = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            "import sys; from idn.cli import main; sys.exit(main())",
-            "train",
-            "cifar10-sample",
-            *words,
-        ],
+        [COMMAND, "train", "cifar10-sample", *words],
         env=os.environ | {"RAY_ADDRESS": cluster, "IDN_RUNS": str(folder.parent)},
         capture_output=True,
         text=True,
