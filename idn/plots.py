@@ -10,6 +10,7 @@ from PIL import Image
 
 Picture = Image.Image
 DPI = 120
+SCALE_TITLES = {"scale1": "scale 1", "scale2": "scale 2", "scale3": "scale 3", "fc": "FC", "toy": "all blocks"}
 
 
 def grid(images: np.ndarray, columns: int | None = None, scale: int = 4, gap: int = 1) -> Picture:
@@ -29,20 +30,19 @@ def reconstructions(originals: np.ndarray, again: np.ndarray, error: float) -> P
     """Originals above what the inverse makes of their codes, and the difference, 50 times as bright."""
     difference = np.abs(originals.astype(np.int16) - again.astype(np.int16)) * 50
     rows = np.concatenate([originals, again, difference.clip(0, 255).astype(np.uint8)])
-    pyplot = _pyplot()
-    sheet = grid(rows, columns=len(originals), scale=2)
-    figure, axes = pyplot.subplots(figsize=(sheet.width / DPI + 1.4, sheet.height / DPI + 0.7), layout="constrained")
-    axes.imshow(sheet)
-    height = sheet.height / 3
-    axes.set_yticks([height * (i + 0.5) for i in range(3)], ["original", "decoded", "50 x difference"])
-    axes.set_xticks([])
-    axes.set_title(f"largest relative error {error:.1e}")
-    return _finish(figure)
+    names = ["original", "decoded", "50 x difference"]
+    return _framed(grid(rows, columns=len(originals), scale=2), f"largest relative error {error:.1e}", names)
+
+
+def sheet(images: np.ndarray, title: str, columns: int | None = None) -> Picture:
+    """A grid of images with a title."""
+    scale = max(1, 96 // images.shape[1])
+    return _framed(grid(images, columns, scale), title)
 
 
 def density(values: np.ndarray, data: np.ndarray, samples: np.ndarray, title: str, extent: float = 4.0) -> Picture:
     """A 2-D flow's density beside samples of the data and of the flow (the paper's Figure 2)."""
-    pyplot = _pyplot()
+    pyplot = pyplot_module()
     figure, (left, middle, right) = pyplot.subplots(1, 3, figsize=(12.5, 4.2), layout="constrained")
     box = (-extent, extent, -extent, extent)
     for axes, points, name in ((left, data, "data"), (right, samples, "samples")):
@@ -52,21 +52,52 @@ def density(values: np.ndarray, data: np.ndarray, samples: np.ndarray, title: st
     middle.set_title("density")
     figure.colorbar(shown, ax=middle, shrink=0.8, label="p(x)")
     for axes in (left, middle, right):
-        axes.set_aspect("equal")
-        axes.set_xlim(-extent, extent)
-        axes.set_ylim(-extent, extent)
+        _square(axes, extent)
     figure.suptitle(title)
-    return _finish(figure)
+    return finish(figure)
 
 
-def eta_maps(etas: Sequence[Mapping[str, Any]], which: str) -> Picture:
+def points(panels: Mapping[str, np.ndarray], title: str, extent: float = 4.0) -> Picture:
+    """Clouds of points side by side."""
+    pyplot = pyplot_module()
+    figure, axes = pyplot.subplots(
+        1, len(panels), figsize=(4.2 * len(panels), 4.6), squeeze=False, layout="constrained"
+    )
+    for (name, cloud), panel in zip(panels.items(), axes[0], strict=True):
+        panel.scatter(cloud[:, 0], cloud[:, 1], s=max(1.0, min(12.0, 6000 / len(cloud))), linewidths=0, alpha=0.7)
+        panel.set_title(name)
+        _square(panel, extent)
+    figure.suptitle(title)
+    return finish(figure)
+
+
+def paths(values: np.ndarray, ways: np.ndarray, title: str, extent: float = 4.0) -> Picture:
+    """Ways between points (pairs x steps x 2) over a density."""
+    pyplot = pyplot_module()
+    figure, axes = pyplot.subplots(figsize=(5.6, 4.8), layout="constrained")
+    shown = axes.imshow(values.T, origin="lower", extent=(-extent, extent, -extent, extent), cmap="viridis")
+    for way in ways:
+        axes.plot(way[:, 0], way[:, 1], ".-", color="white", linewidth=1, markersize=3)
+        axes.plot(way[[0, -1], 0], way[[0, -1], 1], "o", color="tab:red", markersize=5)
+    _square(axes, extent)
+    axes.set_title(title)
+    figure.colorbar(shown, ax=axes, label="p(x)")
+    return finish(figure)
+
+
+def eta_maps(etas: Sequence[Mapping[str, Any]], which: str, title: str = "") -> Picture:
     """Learned eta-hat 1 or 2: one panel per scale, layers (a, b, c, ...) against blocks (the paper's Appendix C)."""
-    pyplot = _pyplot()
+    pyplot = pyplot_module()
     scales = list(dict.fromkeys(eta["scale"] for eta in etas))
     blocks = {scale: sorted({eta["block"] for eta in etas if eta["scale"] == scale}) for scale in scales}
     ratios = [max(len(blocks[scale]), 2) for scale in scales]
     figure, panels = pyplot.subplots(
-        1, len(scales), figsize=(1.6 + 0.55 * sum(ratios), 3.2), width_ratios=ratios, squeeze=False, layout="constrained"
+        1,
+        len(scales),
+        figsize=(max(2.4 + 0.55 * sum(ratios), 5.0), 3.2),
+        width_ratios=ratios,
+        squeeze=False,
+        layout="constrained",
     )
     for scale, axes in zip(scales, panels[0], strict=True):
         own = [eta for eta in etas if eta["scale"] == scale]
@@ -74,15 +105,18 @@ def eta_maps(etas: Sequence[Mapping[str, Any]], which: str) -> Picture:
         values = np.full((len(layers), len(blocks[scale])), np.nan)
         for eta in own:
             values[layers.index(eta["layer"]), blocks[scale].index(eta["block"])] = eta[which]
-        shown = axes.imshow(values, cmap="RdBu_r", vmin=0.3, vmax=1.0, aspect="auto")
+        shown = axes.imshow(values, cmap="viridis", vmin=0.0, vmax=1.0, aspect="auto")
         for (row, column), value in np.ndenumerate(values):
-            axes.text(column, row, f"{value:.2f}", ha="center", va="center", fontsize=7)
+            colour = "black" if value > 0.6 else "white"
+            axes.text(column, row, f"{value:.2f}", ha="center", va="center", fontsize=7, color=colour)
         axes.set_xticks(range(len(blocks[scale])), [str(block) for block in blocks[scale]])
         axes.set_yticks(range(len(layers)), [chr(ord("a") + layer - 1) for layer in layers])
         axes.set_xlabel("block")
-        axes.set_title(scale)
-    figure.colorbar(shown, ax=panels[0].tolist(), label="normalised " + which.replace("eta", "eta "))
-    return _finish(figure)
+        axes.set_title(SCALE_TITLES.get(scale, scale))
+    figure.colorbar(shown, ax=panels[0].tolist(), label=rf"$\hat{{\eta}}_{which[-1]}$")
+    if title:
+        figure.suptitle(title)
+    return finish(figure)
 
 
 def png(picture: Picture) -> bytes:
@@ -92,7 +126,26 @@ def png(picture: Picture) -> bytes:
     return buffer.getvalue()
 
 
-def _pyplot() -> Any:
+def _framed(sheet: Picture, title: str, rows: Sequence[str] = ()) -> Picture:
+    """A sheet of images, pixel for pixel, under a title and beside the names of its rows."""
+    pyplot = pyplot_module()
+    size = (max(sheet.width / DPI + 1.4 * bool(rows) + 0.2, 4.5), sheet.height / DPI + 0.7)
+    figure, axes = pyplot.subplots(figsize=size, layout="constrained")
+    axes.imshow(sheet, interpolation="nearest")
+    axes.set_yticks([sheet.height / len(rows) * (i + 0.5) for i in range(len(rows))] if rows else [], rows)
+    axes.set_xticks([])
+    axes.set_title(title)
+    axes.spines[:].set_visible(False)
+    return finish(figure)
+
+
+def _square(axes: Any, extent: float) -> None:
+    axes.set_aspect("equal")
+    axes.set_xlim(-extent, extent)
+    axes.set_ylim(-extent, extent)
+
+
+def pyplot_module() -> Any:
     """matplotlib takes a second to import and must not look for a screen."""
     import matplotlib
 
@@ -102,9 +155,9 @@ def _pyplot() -> Any:
     return pyplot
 
 
-def _finish(figure: Any) -> Picture:
+def finish(figure: Any) -> Picture:
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=DPI)
-    _pyplot().close(figure)
+    pyplot_module().close(figure)
     buffer.seek(0)
     return Image.open(buffer).convert("RGB")

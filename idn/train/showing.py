@@ -4,25 +4,24 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor
 
 from idn.data import toy
 from idn.errors import UserError
 from idn.evaluate import Score, bits_or_nats, evaluate
 from idn.flows.draws import Draws
 from idn.flows.flow import Flow
+from idn.flows.inverse import NotInvertedError
 from idn.splits import Scored, Split
 from idn.streams import stream
 from idn.train.feed import is_toy
 from idn.train.session import Session
+from idn.views import density_grid, pixels
 
 SETTLE = 50
 """Power iterations before weights are evaluated that training never saw."""
 NOISE_PASSES = 8
 EVALUATION_BATCH = 64
-GRID = 160
 
 
 class Show:
@@ -59,7 +58,7 @@ class Show:
         record: dict[str, Any] = {"kind": "pictures", "step": step, "etas": etas}
         try:
             record |= self._plane(flow) if is_toy(config) else self._images(flow)
-        except UserError as error:
+        except (UserError, NotInvertedError) as error:
             # An inverse that did not converge is news, not a reason to lose a run.
             record["problem"] = str(error)
         self.send(record)
@@ -125,17 +124,8 @@ class Show:
         config = self.session.config
         generator = stream(config.seed, "pictures", self.session.progress.step)
         data = toy.sample(config.dataset, 4000, stream(config.seed, "picture data"))
-        axis = torch.linspace(-4, 4, GRID)
-        points = torch.cartesian_prod(axis, axis).to(self.session.group.device)
-        with torch.no_grad():
-            density = torch.cat([flow.log_prob(part).exp() for part in points.split(5000)])
         return {
-            "density": density.view(GRID, GRID).cpu().numpy().astype(np.float32),
+            "density": density_grid(flow),
             "points": data.numpy(),
             "samples_2d": flow.sample(2000, generator).cpu().numpy(),
         }
-
-
-def pixels(images: Tensor) -> np.ndarray:
-    """Floats in [0, 1] as N x H x W x C bytes."""
-    return (images.clamp(0, 1) * 255).round().to(torch.uint8).permute(0, 2, 3, 1).cpu().numpy()
