@@ -2,14 +2,13 @@
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from idn.errors import UserError
-from idn.flows.maps import Chain, Map, Pull, per_point
+from idn.flows.maps import Chain, Gradients, Map, Run, per_point
 
 LIPSWISH_SLOPE = 1.1
 """The largest slope of x * sigmoid(x) is 1.0998."""
@@ -28,14 +27,33 @@ class Pointwise(Map):
 
     @abstractmethod
     def slope(self, x: Tensor) -> Tensor:
-        """phi'(x), differentiable."""
+        """phi'(x)."""
 
-    def push(self, rows: Tensor, n: int) -> tuple[Tensor, Pull]:
-        points, tangents = wide(rows[:n]), wide(rows[n:])
-        slope = self.slope(points)
-        out = self.value(points) if len(rows) == n else torch.cat([self.value(points), per_point(tangents, slope)])
-        kept = slope.detach().to(rows.dtype)
-        return out.to(rows.dtype), lambda u: per_point(u, kept)
+    @abstractmethod
+    def bend(self, x: Tensor) -> Tensor:
+        """phi''(x)."""
+
+    def run(self, rows: Tensor, n: int) -> Run:
+        points, tangents = rows[:n], rows[n:]
+        slope = self.slope(wide(points)).to(rows.dtype)
+        out = torch.empty_like(rows)
+        out[:n] = self.value(wide(points))
+        if len(tangents):
+            out[n:] = per_point(tangents, slope)
+
+        def back(grad: Tensor) -> tuple[Tensor, Gradients]:
+            into = per_point(grad, self.slope(wide(points)).to(grad.dtype))
+            if len(tangents):
+                into[:n] += overlap(tangents, grad[n:], n) * self.bend(wide(points))
+            return into, []
+
+        return Run(out, lambda u: per_point(u, slope), back)
+
+
+def overlap(tangents: Tensor, grads: Tensor, n: int) -> Tensor:
+    """Products of tangents with their gradients, summed over the tangents of each point."""
+    product = wide(tangents) * grads
+    return product if len(product) == n else product.unflatten(0, (-1, n)).sum(0)
 
 
 @dataclass(frozen=True)
@@ -46,6 +64,9 @@ class ReLU(Pointwise):
     def slope(self, x: Tensor) -> Tensor:
         return (x > 0).to(x.dtype)
 
+    def bend(self, x: Tensor) -> Tensor:
+        return torch.zeros_like(x)
+
 
 @dataclass(frozen=True)
 class ELU(Pointwise):
@@ -54,6 +75,9 @@ class ELU(Pointwise):
 
     def slope(self, x: Tensor) -> Tensor:
         return torch.exp(x.clamp(max=0))
+
+    def bend(self, x: Tensor) -> Tensor:
+        return torch.where(x < 0, self.slope(x), 0.0)
 
 
 @dataclass(frozen=True)
@@ -64,6 +88,9 @@ class Tanh(Pointwise):
     def slope(self, x: Tensor) -> Tensor:
         return 1 - torch.tanh(x) ** 2
 
+    def bend(self, x: Tensor) -> Tensor:
+        return -2 * torch.tanh(x) * self.slope(x)
+
 
 @dataclass(frozen=True)
 class Identity(Pointwise):
@@ -73,9 +100,12 @@ class Identity(Pointwise):
     def slope(self, x: Tensor) -> Tensor:
         return torch.ones_like(x)
 
+    def bend(self, x: Tensor) -> Tensor:
+        return torch.zeros_like(x)
+
 
 @dataclass(frozen=True)
-class LipSwish(Pointwise):
+class LipSwish(Map):
     """x * sigmoid(beta x) / slope, with beta = softplus(b) > 0."""
 
     beta: Tensor
@@ -84,65 +114,56 @@ class LipSwish(Pointwise):
     def value(self, x: Tensor) -> Tensor:
         return (x * torch.sigmoid(self.beta.to(x.dtype) * x)) / self.divisor
 
-    def slope(self, x: Tensor) -> Tensor:
-        scaled = self.beta * x
-        gate = torch.sigmoid(scaled)
-        return gate * (1 + scaled * (1 - gate)) / self.divisor
-
-    def push(self, rows: Tensor, n: int) -> tuple[Tensor, Pull]:
-        out, slope = _LipSwishRows.apply(rows, self.beta, n, self.divisor)
-        return out, lambda u: per_point(u, slope)
-
-
-class _LipSwishRows(torch.autograd.Function):
-    """LipSwish on points and tangents with its first and second derivatives in closed form.
-
-    With q = beta x and s = sigmoid(q):  phi' = s (1 + q (1 - s)) / c,  and both phi'' = beta e and
-    d phi' / d beta = x e  share  e = s (1 - s) (2 + q (1 - 2 s)) / c.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, beta: Tensor, n: int, divisor: float) -> tuple[Tensor, Tensor]:
-        points = wide(rows[:n])
-        scaled = beta * points
-        gate = torch.sigmoid(scaled)
-        slope = (torch.addcmul(torch.ones_like(gate), scaled, 1 - gate) * gate).div_(divisor)
-        value = points * gate / divisor
+    def run(self, rows: Tensor, n: int) -> Run:
         out = torch.empty_like(rows)
+        value, slope = lipswish(wide(rows[:n]), self.beta, self.divisor)
         out[:n] = value
-        if len(rows) > n:
-            out[n:] = per_point(wide(rows[n:]), slope)
         slope = slope.to(rows.dtype)
-        ctx.save_for_backward(rows, beta)
-        ctx.n, ctx.divisor = n, divisor
-        ctx.mark_non_differentiable(slope)
-        ctx.set_materialize_grads(False)
-        return out, slope
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, Tensor | None, None, None]:
-        grad = grads[0]
-        if grad is None:
-            return None, None, None, None
-        rows, beta = ctx.saved_tensors
-        n = ctx.n
-        x, g = wide(rows[:n]), wide(grad[:n])
-        q = beta * x
-        s = torch.sigmoid(q)
-        ds = s * (1 - s)
-        slope = (s + q * ds) / ctx.divisor
-        bend = ds * (2 + q * (1 - 2 * s)) / ctx.divisor
-        grad_x = g * slope
-        grad_beta = (g * x * x * ds).sum() / ctx.divisor
-        grad_rows = torch.empty_like(rows)
         if len(rows) > n:
-            t, gt = wide(rows[n:]), wide(grad[n:])
-            through_slope = (t * gt).unflatten(0, (-1, n)).sum(0) * bend
-            grad_x = grad_x + beta * through_slope
-            grad_beta = grad_beta + (x * through_slope).sum()
-            grad_rows[n:] = per_point(gt, slope)
-        grad_rows[:n] = grad_x
-        return grad_rows, grad_beta.reshape(beta.shape).to(beta.dtype), None, None
+            out[n:] = per_point(rows[n:], slope)
+
+        def back(grad: Tensor) -> tuple[Tensor, Gradients]:
+            through = overlap(rows[n:], grad[n:], n) if len(rows) > n else None
+            into_points, slope, into_beta = lipswish_back(
+                wide(rows[:n]), wide(grad[:n]), through, self.beta, self.divisor
+            )
+            into = torch.empty_like(rows)
+            into[:n] = into_points
+            if len(rows) > n:
+                into[n:] = per_point(grad[n:], slope.to(grad.dtype))
+            return into, [into_beta.view_as(self.beta)]
+
+        return Run(out, lambda u: per_point(u, slope), back)
+
+
+# With q = beta x and s = sigmoid(q):  phi = x s / c,  phi' = (s + q s (1 - s)) / c,  and both phi'' = beta e and
+# d phi' / d beta = x e share e = s (1 - s) (2 + q (1 - 2 s)) / c. Work is done in place: these tensors are large.
+
+
+def lipswish(x: Tensor, beta: Tensor, divisor: float) -> tuple[Tensor, Tensor]:
+    """phi and phi'."""
+    gate = torch.mul(x, beta).sigmoid_()
+    value = torch.mul(x, gate).div_(divisor)
+    # phi' = s / c + beta phi (1 - s)
+    slope = torch.addcmul(value, value, gate, value=-1).mul_(beta).add_(gate.div_(divisor))
+    return value, slope
+
+
+def lipswish_back(
+    x: Tensor, grad: Tensor, through: Tensor | None, beta: Tensor, divisor: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradient of x, phi', and gradient of beta; `through` is the gradient of phi', where there are tangents."""
+    scaled = x * beta
+    gate = torch.sigmoid(scaled)
+    hill = torch.addcmul(gate, gate, gate, value=-1).div_(divisor)  # s (1 - s) / c
+    slope = torch.addcmul(gate / divisor, scaled, hill)
+    into = grad * slope
+    into_beta = torch.mul(grad, x).mul_(x).mul_(hill)
+    if through is not None:
+        bend = torch.addcmul(scaled, scaled, gate, value=-2).add_(2).mul_(hill).mul_(through)
+        into.addcmul_(bend, beta.expand_as(bend))
+        into_beta.addcmul_(bend, x)
+    return into, slope, into_beta.sum()
 
 
 @dataclass(frozen=True)
@@ -152,12 +173,12 @@ class Mirror(Map):
     def value(self, x: Tensor) -> Tensor:
         return torch.cat([x, -x], 1)
 
-    def push(self, rows: Tensor, n: int) -> tuple[Tensor, Pull]:
+    def run(self, rows: Tensor, n: int) -> Run:
         def pull(u: Tensor) -> Tensor:
             up, down = u.chunk(2, 1)
             return up - down
 
-        return self.value(rows), pull
+        return Run(self.value(rows), pull, lambda grad: (pull(grad), []))
 
 
 class Activation(nn.Module):

@@ -9,8 +9,9 @@ from torch import Tensor, nn
 
 from idn.errors import UserError
 from idn.flows.activations import Activation, make_activation
+from idn.flows.dense import Concatenate, DenseNet
 from idn.flows.layers import SpectralLayer
-from idn.flows.maps import Chain, Concatenate, InPrecision, Map
+from idn.flows.maps import Chain, InPrecision, Map
 
 
 class Concatenation(nn.Module):
@@ -46,8 +47,8 @@ class DenseLayer(nn.Module):
         super().__init__()
         self.layer, self.activation, self.concatenation = layer, activation, concatenation
 
-    def forward(self) -> Map:
-        return Concatenate(Chain((self.layer(), self.activation())), *self.concatenation())
+    def forward(self) -> Concatenate:
+        return Concatenate(self.layer(), self.activation(), *self.concatenation())
 
 
 class Branch(nn.Module):
@@ -59,7 +60,12 @@ class Branch(nn.Module):
         self.precision: torch.dtype | None = None
 
     def forward(self) -> Map:
-        g = Chain(tuple(part() for part in self.parts))
+        maps = [part() for part in self.parts]
+        dense = tuple(part for part in maps if isinstance(part, Concatenate))
+        if dense:
+            first = [part for part in maps[:-1] if not isinstance(part, Concatenate)]
+            maps = [*first, DenseNet(dense, maps[-1])]
+        g = Chain(tuple(maps))
         return g if self.precision is None else InPrecision(g, self.precision)
 
     def set_precision(self, precision: torch.dtype | None) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from idn.errors import UserError
 from idn.flows.draws import Draws
-from idn.flows.maps import Map, Pull
+from idn.flows.maps import Map, Pull, channels_last, per_point
 
 RULES = ("exact", "trace", "series", "roulette")
 LENGTHS = ("poisson", "geometric")
@@ -96,25 +96,19 @@ def block_logdet(g: Map, x: Tensor, draws: Draws, rule: LogdetRule, recompute: b
     if rule.rule == "trace":
         return trace_logdet(g, x, rule.terms)
     coefficients = rule.coefficients(draws)
-    v = torch.cat([draws.normal(x) for _ in range(rule.probes)])
-    if recompute and torch.is_grad_enabled():
-        gx, logdet, *_ = _Recomputed.apply(g, x, v, coefficients, *g.tensors())
-        return gx, logdet
-    return series_logdet(g, x, v, coefficients)
+    v = channels_last(torch.cat([draws.normal(x) for _ in range(rule.probes)]))
+    return series_logdet(g, channels_last(x), v, coefficients, recompute)
 
 
-def series_logdet(g: Map, x: Tensor, v: Tensor, coefficients: list[float]) -> tuple[Tensor, Tensor]:
+def series_logdet(
+    g: Map, x: Tensor, v: Tensor, coefficients: list[float], recompute: bool = False
+) -> tuple[Tensor, Tensor]:
     """The series with probes v and coefficients c_k; its gradient by the Neumann series."""
-    n = len(x)
-    if not torch.is_grad_enabled():
-        gx, pull = g.push(x, n)
-        return gx, power_series(pull, v, None, coefficients, n)[0]
-    rows, pull = g.push(torch.cat([x, v]), n)
-    gx, jv = rows[:n], rows[n:]
-    with torch.no_grad():
-        value, w = power_series(pull, v, jv, coefficients, n)
-    surrogate = per_sample_dot(w, jv, n)
-    return gx, value + (surrogate - surrogate.detach())
+    if torch.is_grad_enabled():
+        gx, logdet = _Series.apply(g, x, v, coefficients, recompute, *g.tensors())
+        return gx, logdet
+    gx, pull, _ = g.run(x, len(x))
+    return gx, power_series(pull, v, None, coefficients, len(x))[0]
 
 
 def power_series(pull: Pull, v: Tensor, jv: Tensor | None, coefficients: list[float], n: int) -> tuple[Tensor, Tensor]:
@@ -140,29 +134,37 @@ def per_sample_dot(a: Tensor, b: Tensor, n: int) -> Tensor:
     return (a * b).flatten(1).sum(1).view(-1, n).mean(0)
 
 
-class _Recomputed(torch.autograd.Function):
-    """`series_logdet` that keeps x, v and w only; the backward pass makes the branch's activations again."""
+class _Series(torch.autograd.Function):
+    """g(x) and its log-det as one node of the graph, the gradient of w^T J v with it.
+
+    Recomputing, it keeps x, v and w only, and the backward pass makes the branch's activations again.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, g: Map, x: Tensor, v: Tensor, coefficients: list[float], *tensors: Tensor
+        ctx: Any, g: Map, x: Tensor, v: Tensor, coefficients: list[float], recompute: bool, *tensors: Tensor
     ) -> tuple[Tensor, Tensor]:
-        gx, pull = g.push(x, len(x))
-        value, w = power_series(pull, v, None, coefficients, len(x))
-        ctx.g = g
-        ctx.save_for_backward(x, v, w, *tensors)
+        n = len(x)
+        if recompute:
+            gx, pull, _ = g.run(x, n)
+            value, w = power_series(pull, v, None, coefficients, n)
+            ctx.again = lambda: g.run(torch.cat([x, v]), n).back
+        else:
+            rows, pull, back = g.run(torch.cat([x, v]), n)
+            gx = rows[:n]
+            value, w = power_series(pull, v, rows[n:], coefficients, n)
+            ctx.again = lambda: back
+        ctx.w, ctx.probes = w, len(v) // n
         return gx, value
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, v, w, *tensors = ctx.saved_tensors
-        inputs = [t.detach().requires_grad_(t.is_floating_point()) for t in (x, *tensors)]
-        with torch.enable_grad():
-            g = ctx.g.with_tensors(iter(inputs[1:]))
-            rows, _ = g.push(torch.cat([inputs[0], v]), len(x))
-            outputs = (rows[: len(x)], per_sample_dot(w, rows[len(x) :], len(x)))
-            found = torch.autograd.grad(outputs, inputs, grads, allow_unused=True)
-        return (None, found[0], None, None, *found[1:])
+        into_points, into_logdet = grads
+        n = len(into_points)
+        per_tangent = (into_logdet / ctx.probes).view(n, *[1] * (into_points.dim() - 1))
+        rows = torch.cat([into_points, per_point(ctx.w, per_tangent)])
+        into_rows, into_tensors = ctx.again()(rows)
+        return (None, into_rows[:n], None, None, None, *into_tensors)
 
 
 def jacobian(g: Map, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -173,9 +175,9 @@ def jacobian(g: Map, x: Tensor) -> tuple[Tensor, Tensor]:
         basis = eye[:, None].expand(d, n, d).reshape(d * n, *x.shape[1:])
         rows, _ = g.push(torch.cat([x, basis]), n)
         return rows[:n], rows[n:].reshape(d, n, d).permute(1, 2, 0)
-    gx, pull = g.push(x, n)
+    gx, pull, _ = g.run(x, n)
     chunks = eye.split(max(1, 1024 // n))
-    parts = [pull(part[:, None].expand(-1, n, d).reshape(-1, *x.shape[1:])).view(len(part), n, d) for part in chunks]
+    parts = [pull(part[:, None].expand(-1, n, d).reshape(-1, *x.shape[1:])).reshape(len(part), n, d) for part in chunks]
     return gx, torch.cat(parts).transpose(0, 1)
 
 

@@ -8,54 +8,73 @@ Every map gives all three from one pass, so no second derivative is ever taken b
 
 Points and tangents travel as rows of one tensor: the first n rows are points, and each further group of n rows
 holds one tangent per point. Maps own no parameters: `layers.py` and `branches.py` hold those.
+
+Derivatives are written by hand: a whole branch is one node of torch's graph, which keeps what its gradient needs and
+nothing else. Images are kept channels-last.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.grad import conv2d_weight
 
 Pull = Callable[[Tensor], Tensor]
+Gradients = list[Tensor]
+Back = Callable[[Tensor], tuple[Tensor, Gradients]]
+
+
+class Run(NamedTuple):
+    """One pass through a map, outside any graph."""
+
+    rows: Tensor
+    pull: Pull
+    """u -> J^T u at the points, for one or more groups of rows."""
+    back: Back
+    """Gradient of `rows` -> gradients of the incoming rows and of the map's `tensors()`."""
 
 
 def per_point(rows: Tensor, factor: Tensor) -> Tensor:
     """Multiplies each group of rows by `factor`, which has one row per point."""
+    if len(rows) == len(factor):
+        return rows * factor
     return (rows.unflatten(0, (-1, len(factor))) * factor).flatten(0, 1)
 
 
+def channels_last(x: Tensor) -> Tensor:
+    return x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x.contiguous()
+
+
+def along_channels(vector: Tensor, like: Tensor) -> Tensor:
+    """A number per channel, shaped and typed to be multiplied with or added to `like`."""
+    return vector.to(like.dtype).view(1, -1, *[1] * (like.dim() - 2))
+
+
 @dataclass(frozen=True)
-class Map(ABC):
-    """A differentiable map between batches."""
-
-    @abstractmethod
-    def value(self, x: Tensor) -> Tensor:
-        """The map in plain, twice differentiable torch."""
-
-    @abstractmethod
-    def push(self, rows: Tensor, n: int) -> tuple[Tensor, Pull]:
-        """Values and tangents together, and the transposed Jacobian at the points (outside the graph)."""
+class Weights:
+    """A nest of weights that can be listed and replaced."""
 
     def tensors(self) -> Iterator[Tensor]:
-        """All weights of the map, in a fixed order."""
+        """All weights, in a fixed order."""
         for field in fields(self):
             part = getattr(self, field.name)
             for item in part if isinstance(part, tuple) else (part,):
                 if isinstance(item, Tensor):
                     yield item
-                elif isinstance(item, Map):
+                elif isinstance(item, Weights):
                     yield from item.tensors()
 
     def with_tensors(self, tensors: Iterator[Tensor]) -> Self:
-        """The same map with other weights, taken from an iterator in the order of `tensors()`."""
+        """The same with other weights, taken from an iterator in the order of `tensors()`."""
 
         def renewed(item: Any) -> Any:
             if isinstance(item, Tensor):
                 return next(tensors)
-            return item.with_tensors(tensors) if isinstance(item, Map) else item
+            return item.with_tensors(tensors) if isinstance(item, Weights) else item
 
         parts = {field.name: getattr(self, field.name) for field in fields(self)}
         return replace(
@@ -65,6 +84,40 @@ class Map(ABC):
                 for name, part in parts.items()
             },
         )
+
+
+@dataclass(frozen=True)
+class Map(Weights, ABC):
+    """A differentiable map between batches."""
+
+    @abstractmethod
+    def value(self, x: Tensor) -> Tensor:
+        """The map in plain, twice differentiable torch."""
+
+    @abstractmethod
+    def run(self, rows: Tensor, n: int) -> Run:
+        """Values and tangents together, with what their derivatives need. Called where gradients are disabled."""
+
+    def push(self, rows: Tensor, n: int) -> tuple[Tensor, Pull]:
+        """Values and tangents as one differentiable step, and the transposed Jacobian (outside the graph)."""
+        pulls: list[Pull] = []
+        out = _Pushed.apply(self, rows, n, pulls, *self.tensors())
+        return out, pulls[0]
+
+
+class _Pushed(torch.autograd.Function):
+    """`Map.run` as a node of the graph."""
+
+    @staticmethod
+    def forward(ctx: Any, g: Map, rows: Tensor, n: int, pulls: list[Pull], *tensors: Tensor) -> Tensor:
+        out, pull, ctx.back = g.run(rows, n)
+        pulls.append(pull)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        into_rows, into_tensors = ctx.back(grads[0])
+        return (None, into_rows, None, None, *into_tensors)
 
 
 @dataclass(frozen=True)
@@ -78,6 +131,11 @@ class Affine(Map):
     bias: Tensor
     padding: int | None = None
 
+    @property
+    def inputs(self) -> int:
+        """Channels that come in."""
+        return self.weight.shape[1]
+
     def product(self, rows: Tensor, bias: Tensor | None = None) -> Tensor:
         rows = rows.to(self.weight.dtype)
         if self.padding is None:
@@ -87,43 +145,42 @@ class Affine(Map):
     def value(self, x: Tensor) -> Tensor:
         return self.product(x, self.bias.to(self.weight.dtype))
 
-    def push(self, rows: Tensor, n: int) -> tuple[Tensor, Pull]:
+    def points_and_tangents(self, rows: Tensor, n: int) -> Tensor:
+        """W on all rows; b on the points alone."""
         if len(rows) == n:
-            return self.value(rows), self.transposed
+            return self.value(rows)
         out = self.product(rows)
-        bias = self.bias.to(out.dtype)
-        points = out[:n] + (bias if self.padding is None else bias[:, None, None])
-        return torch.cat([points, out[n:]]), self.transposed
+        out[:n] += along_channels(self.bias, out)
+        return out
+
+    def run(self, rows: Tensor, n: int) -> Run:
+        def back(grad: Tensor) -> tuple[Tensor, Gradients]:
+            return self.transposed(grad).to(rows.dtype), self.gradients(rows, grad, n)
+
+        return Run(self.points_and_tangents(rows, n), self.transposed, back)
 
     def transposed(self, u: Tensor) -> Tensor:
-        weight = self.weight.detach()
-        u = u.to(weight.dtype)
+        """W^T u."""
+        u = u.to(self.weight.dtype)
         if self.padding is None:
-            return u @ weight
-        return F.conv_transpose2d(u, weight, padding=self.padding)
+            return u @ self.weight
+        return F.conv_transpose2d(u, self.weight, padding=self.padding)
+
+    def gradients(self, rows: Tensor, grad: Tensor, n: int) -> Gradients:
+        """Of weight and bias, for the rows that came in and the gradient of those that went out."""
+        rows, grad = rows.to(self.weight.dtype), grad.to(self.weight.dtype)
+        into_bias = grad[:n].sum([0, *range(2, grad.dim())], dtype=self.bias.dtype)
+        if self.padding is None:
+            return [grad.T @ rows, into_bias]
+        if self.padding == 0:  # 1x1: one product over all pixels
+            into_weight = pixels(grad).T @ pixels(rows)
+            return [into_weight.view_as(self.weight), into_bias]
+        return [conv2d_weight(rows, self.weight.shape, grad, padding=self.padding), into_bias]
 
 
-@dataclass(frozen=True)
-class Concatenate(Map):
-    """The dense layer h(x) = [a x ; b f(x)] of equation (3), where a and b are the normalised eta 1 and 2."""
-
-    inner: Map
-    a: Tensor
-    b: Tensor
-
-    def value(self, x: Tensor) -> Tensor:
-        lower = self.inner.value(x)
-        return torch.cat([self.a.to(lower.dtype) * x, self.b.to(lower.dtype) * lower], 1)
-
-    def push(self, rows: Tensor, n: int) -> tuple[Tensor, Pull]:
-        lower, pull_lower = self.inner.push(rows, n)
-        a, b, width = self.a.to(lower.dtype), self.b.to(lower.dtype), rows.shape[1]
-
-        def pull(u: Tensor) -> Tensor:
-            upper = u[:, :width]
-            return a.detach() * upper + pull_lower(b.detach() * u[:, width:])
-
-        return torch.cat([a * rows, b * lower], 1), pull
+def pixels(x: Tensor) -> Tensor:
+    """An image batch as a matrix with one row per pixel; no copy if it is channels-last."""
+    return x.permute(0, 2, 3, 1).reshape(-1, x.shape[1])
 
 
 @dataclass(frozen=True)
@@ -137,18 +194,27 @@ class Chain(Map):
             x = part.value(x)
         return x
 
-    def push(self, rows: Tensor, n: int) -> tuple[Tensor, Pull]:
+    def run(self, rows: Tensor, n: int) -> Run:
         pulls: list[Pull] = []
+        backs: list[Back] = []
         for part in self.maps:
-            rows, pull_part = part.push(rows, n)
+            rows, pull_part, back_part = part.run(rows, n)
             pulls.append(pull_part)
+            backs.append(back_part)
 
         def pull(u: Tensor) -> Tensor:
             for pull_part in reversed(pulls):
                 u = pull_part(u)
             return u
 
-        return rows, pull
+        def back(grad: Tensor) -> tuple[Tensor, Gradients]:
+            found: Gradients = []
+            for back_part in reversed(backs):
+                grad, into_tensors = back_part(grad)
+                found = into_tensors + found
+            return grad, found
+
+        return Run(rows, pull, back)
 
 
 @dataclass(frozen=True)
@@ -161,6 +227,11 @@ class InPrecision(Map):
     def value(self, x: Tensor) -> Tensor:
         return self.inner.value(x.to(self.dtype)).to(x.dtype)
 
-    def push(self, rows: Tensor, n: int) -> tuple[Tensor, Pull]:
-        out, pull = self.inner.push(rows.to(self.dtype), n)
-        return out.to(rows.dtype), lambda u: pull(u.to(self.dtype)).to(u.dtype)
+    def run(self, rows: Tensor, n: int) -> Run:
+        out, pull, back = self.inner.run(rows.to(self.dtype), n)
+
+        def back_in_precision(grad: Tensor) -> tuple[Tensor, Gradients]:
+            into_rows, into_tensors = back(grad.to(self.dtype))
+            return into_rows.to(rows.dtype), into_tensors
+
+        return Run(out.to(rows.dtype), lambda u: pull(u.to(self.dtype)).to(u.dtype), back_in_precision)
