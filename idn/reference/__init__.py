@@ -11,7 +11,9 @@ __all__ = ["convert", "import_checkpoint"]
 
 
 def import_checkpoint(
-    file: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FILE.pth", help="checkpoint of either repository")],
+    file: Annotated[
+        Path, tyro.conf.Positional, tyro.conf.arg(metavar="FILE.pth", help="checkpoint of either repository")
+    ],
     out: Annotated[Path, tyro.conf.arg(help="where to write the flow (safetensors)")],
 ) -> None:
     """Turn a checkpoint of the published code (Residual Flows, i-DenseNets) into a flow; nothing in it is run."""

@@ -18,14 +18,13 @@ from idn.flows.layers import SpectralLayer
 from idn.reference.checkpoint import Checkpoint, read_checkpoint
 from idn.reference.layout import Layout, Part, PublishedBlock, read_layout
 from idn.reference.options import check_options, read_config
+from idn.reference.settle import settle
+from idn.streams import stream
 
 Ours = TypeVar("Ours")
 Theirs = TypeVar("Theirs")
 
 PARAMETERS = {"weight", "bias", "beta"}
-SETTLED = 1e-6
-ROUND, ROUNDS = 20, 25
-"""An averaged weight's norm is iterated in rounds until a round adds less than this share, or to the last round."""
 
 
 def convert(path: str | Path) -> tuple[Flow, Flow | None]:
@@ -46,9 +45,10 @@ def convert(path: str | Path) -> tuple[Flow, Flow | None]:
     _check_average(checkpoint, where)
     averaged = Flow(config, converge=False).eval()
     _fill(averaged, read_layout(checkpoint.state | checkpoint.ema, where), where)
+    generator = stream(0, "norms")
     # A large flow takes minutes; a terminal shows how far it is.
     for _, layer in tqdm(list(averaged.spectral_layers()), "norms of averaged weights", leave=False, disable=None):
-        _settle(layer)
+        settle(layer, generator)
     return raw, averaged
 
 
@@ -116,16 +116,3 @@ def _copy(part: Part, targets: dict[str, Tensor], where: str) -> None:
         if not torch.isfinite(source).all():
             raise UserError(f"{where}: {part.path}.{name} has values that are not finite: the run had failed")
         target.copy_(source.view_as(target))
-
-
-@torch.no_grad()
-def _settle(layer: SpectralLayer) -> None:
-    """Iterates the norm until roundoff is all that changes it, and leaves out the margin for what is missing."""
-    before = 0.0
-    for _ in range(ROUNDS):
-        layer.update_norm(ROUND)
-        norm = layer.sigma.item()
-        if norm - before <= SETTLED * norm:
-            break
-        before = norm
-    layer.slack.zero_()
