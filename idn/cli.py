@@ -12,6 +12,13 @@ from idn.errors import UserError
 
 COMMANDS = {
     "train": ("idn.train.commands:train", "train a flow on Ray workers"),
+    "eval": ("idn.evaluate:eval_command", "bits per dimension or nats of a flow"),
+    "sample": ("idn.sample:sample", "draw new images or points"),
+    "reconstruct": ("idn.sample:reconstruct", "encode data, decode it again, show the difference"),
+    "interpolate": ("idn.sample:interpolate", "walk between pairs of samples in the latent space"),
+    "plot": ("idn.plot:plot", "density, learning curves, eta heat maps, norms"),
+    "collect": ("idn.report.collect:collect", "copy the small artefacts of runs to a folder of results"),
+    "report": ("idn.report.command:report", "one page from a folder of results: the paper's table and ours"),
     "certify": ("idn.certify:certify", "prove Lip(g) < 1 for every block of a flow"),
     "import": ("idn.reference:import_checkpoint", "turn a published checkpoint into a flow file"),
     "data prepare": ("idn.data.commands:prepare", "get a dataset, verify it, write shards"),

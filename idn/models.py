@@ -13,6 +13,7 @@ from idn.flows.files import EMA_PREFIX, load
 from idn.flows.flow import Flow
 
 RUN_FILES = ("config.json", "metrics.jsonl")
+MODEL_TITLES = {"residual": "Residual Flow", "idensenet": "i-DenseNet", "idensenet-lc": "i-DenseNet+LC"}
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,8 @@ class Model:
         """What a picture of it is called."""
         if not self.config:
             return self.name
-        return f"{self.config['dataset']}, {self.config['model']}, {self.config['size']}"
+        model = self.config["model"]
+        return f"{self.config['dataset']}, {MODEL_TITLES.get(model, model)}, size {self.config['size']}"
 
     def dataset(self, chosen: str | None) -> str:
         """What was asked for, or what the run was trained on."""

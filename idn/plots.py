@@ -80,8 +80,8 @@ def paths(values: np.ndarray, ways: np.ndarray, title: str, extent: float = 4.0)
         axes.plot(way[:, 0], way[:, 1], ".-", color="white", linewidth=1, markersize=3)
         axes.plot(way[[0, -1], 0], way[[0, -1], 1], "o", color="tab:red", markersize=5)
     _square(axes, extent)
-    axes.set_title(title)
-    figure.colorbar(shown, ax=axes, label="p(x)")
+    figure.suptitle(title, fontsize="medium")
+    figure.colorbar(shown, ax=axes, shrink=0.8, label="p(x)")
     return finish(figure)
 
 

@@ -1,0 +1,196 @@
+"""The tables of the page: the paper's Table 1 with ours in it, other sizes, and what every cell costs."""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+
+from idn.data import toy
+from idn.flows.build import MODELS
+from idn.flows.cost import Cost, flow_cost
+from idn.flows.flow import Flow
+from idn.models import MODEL_TITLES
+from idn.report.paper import DATASETS, ORDER, TABLE_1
+from idn.report.parts import Table, literal
+from idn.report.results import Result
+from idn.train.config import TrainConfig
+from idn.train.presets import preset
+
+NOT_RUN = "not run"
+TRAIN_IMAGES = {"mnist": 54_000, "cifar10": 45_000}
+"""Images of the split that presets train on; a tenth of the train set is held out."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Runs that differ in nothing but chance."""
+
+    runs: list[Result]
+
+    @property
+    def values(self) -> list[float]:
+        return [run.value for run in self.runs if run.value is not None]
+
+    @property
+    def mean(self) -> float | None:
+        return statistics.fmean(self.values) if self.values else None
+
+    @property
+    def spread(self) -> float:
+        """Between seeds where there are several, else the standard error of the one test."""
+        if len(self.values) > 1:
+            return statistics.stdev(self.values)
+        tests = [float(run.test["standard_error"]) for run in self.runs if run.test]
+        return tests[0] if tests else 0.0
+
+    def text(self, goal: float | None = None) -> str:
+        """The number, bold if it is at or below `goal`; for a run under way, how far it is."""
+        if self.mean is None:
+            if not self.runs:
+                return NOT_RUN
+            furthest = max(self.runs, key=lambda run: run.step)
+            return f"at step {furthest.step:,}" + (f" of {furthest.steps:,}" if furthest.steps else "")
+        digits = 3
+        number = f"{self.mean:.{digits}f} ± {self.spread:.{digits}f}"
+        seeds = f" ({len(self.values)} seeds)" if len(self.values) > 1 else ""
+        # Compared at the two decimals that the paper prints.
+        return (f"**{number}**" if goal is not None and round(self.mean, 2) <= goal else number) + seeds
+
+
+def cell(results: Sequence[Result], dataset: str, model: str, size: str, variant: str) -> Cell:
+    wanted = (dataset, model, size, variant)
+    return Cell([run for run in results if (*identity(run)[:3], run.variant) == wanted])
+
+
+def identity(run: Result) -> tuple[str, str, str]:
+    return run.config.dataset, run.config.model, run.config.size
+
+
+def variants(results: Sequence[Result], model: str, size: str, datasets: Sequence[str]) -> list[str]:
+    """Settings other than the preset's that were tried, in alphabetical order."""
+    found = {
+        run.variant
+        for run in results
+        if run.config.model == model and run.config.size == size and run.config.dataset in datasets
+    }
+    return sorted(found - {""})
+
+
+def table_1(results: Sequence[Result]) -> Table:
+    """The paper's numbers, ours under its settings, and ours under other settings."""
+    rows = []
+    for model in MODELS:
+        title = MODEL_TITLES[model]
+        rows.append([title, "paper", *(f"{TABLE_1[model][name]:.2f}" for name in DATASETS)])
+        for variant in ["", *variants(results, model, "paper", list(DATASETS))]:
+            label = "ours, paper's settings" if not variant else f"ours, {literal(variant)}"
+            cells = [cell(results, name, model, "paper", variant) for name in DATASETS]
+            texts = [one.text(TABLE_1[model][name]) for one, name in zip(cells, DATASETS, strict=True)]
+            rows.append(
+                [
+                    title,
+                    label,
+                    *(text if one.runs or not variant else "" for one, text in zip(cells, texts, strict=True)),
+                ]
+            )
+    entropies = [f"{toy.entropy(name):.3f}" if name in toy.NAMES else "unknown" for name in DATASETS]
+    rows.append(["the data's own entropy", "nobody can go lower", *entropies])
+    caption = (
+        "Negative log-likelihood on test data: nats for toy data, bits per dimension for images; lower is better. "
+        "± is the standard error of the test, or the standard deviation between seeds. "
+        "Bold: at or below the paper's number, at its two decimals."
+    )
+    return Table(["model", "numbers of", *DATASETS.values()], rows, caption)
+
+
+def size_table(results: Sequence[Result], size: str) -> Table | None:
+    """All runs of another size than the paper's: no number of the paper stands beside them."""
+    own = [run for run in results if run.config.size == size]
+    datasets = list(dict.fromkeys(run.config.dataset for run in sorted(own, key=place)))
+    if not own:
+        return None
+    rows = []
+    labels = sorted({run.variant for run in own})
+    for variant in labels:
+        for model in MODELS:
+            cells = [cell(own, name, model, size, variant) for name in datasets]
+            counts = sorted({run.parameters for one in cells for run in one.runs if run.parameters})
+            if any(one.runs for one in cells):
+                parameters = " / ".join(f"{count:,}" for count in counts) or "unknown"
+                rows.append([MODEL_TITLES[model], literal(variant), parameters, *(one.text() for one in cells)])
+    head = ["model", "options beside the preset's", "parameters", *(DATASETS.get(name, name) for name in datasets)]
+    caption = f"Size `{size}`. ± is the standard deviation between seeds, or the standard error of the only test."
+    return Table(head, rows, caption)
+
+
+def place(run: Result) -> tuple[int, str]:
+    names = list(DATASETS)
+    return (names.index(run.config.dataset) if run.config.dataset in names else len(names), run.config.dataset)
+
+
+def orders(results: Sequence[Result]) -> list[str]:
+    """For every dataset and setting under which all three models ran: does the paper's order hold?"""
+    lines = []
+    settings = sorted({(*place(run), run.config.size, run.variant) for run in results})
+    for _, dataset, size, variant in settings:
+        cells = {model: cell(results, dataset, model, size, variant) for model in MODELS}
+        means = {model: one.mean for model, one in cells.items()}
+        if any(mean is None for mean in means.values()):
+            continue
+        ranked = sorted(MODELS, key=lambda model: means[model] or 0.0)
+        text = " < ".join(f"{MODEL_TITLES[model]} {means[model]:.3f}" for model in ranked)
+        close = any(
+            (means[b] or 0.0) - (means[a] or 0.0) < cells[a].spread + cells[b].spread for a, b in pairwise(ranked)
+        )
+        verdict = "the paper's order" if tuple(ranked) == ORDER else "not the paper's order"
+        caution = "; some of the differences are within ±" if close else ""
+        options = f", {literal(variant)}" if variant else ""
+        lines.append(f"{DATASETS.get(dataset, dataset)}, size {size}{options}: {text}: **{verdict}**{caution}.")
+    return lines
+
+
+def cost_table() -> Table:
+    """What each cell of Table 1 takes, counted from its layers, run or not."""
+    rows = []
+    for name, title in DATASETS.items():
+        for model in MODELS:
+            config = preset(name, model, "paper")
+            cost = cell_cost(name, model)
+            seen = samples_seen(config)
+            flops = cost.training_flops(False)
+            rows.append(
+                [
+                    title,
+                    MODEL_TITLES[model],
+                    f"{cost.parameters:,}",
+                    scaled(flops, "FLOP"),
+                    f"{seen / 1e6:.1f} M",
+                    scaled(flops * seen, "FLOP"),
+                    literal(f"just cell {name} {model}"),
+                ]
+            )
+    head = ["dataset", "model", "parameters", "per training sample", "samples", "whole training", "command"]
+    return Table(head, rows, "Cost of every cell of Table 1: parameters and arithmetic counted from the layers.")
+
+
+@lru_cache
+def cell_cost(dataset: str, model: str) -> Cost:
+    return flow_cost(Flow(preset(dataset, model, "paper").flow, converge=False))
+
+
+def samples_seen(config: TrainConfig) -> int:
+    if config.length.steps is not None:
+        return config.length.steps * config.data.batch
+    return config.length.epochs * TRAIN_IMAGES[config.dataset]
+
+
+def scaled(number: float, unit: str) -> str:
+    """
+    >>> scaled(5.53e10, "FLOP"), scaled(12, "FLOP")
+    ('55.3 GFLOP', '12 FLOP')
+    """
+    for letter, size in (("E", 1e18), ("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6)):
+        if number >= size:
+            return f"{number / size:.3g} {letter}{unit}"
+    return f"{number:.3g} {unit}"
