@@ -12,7 +12,7 @@ from torch import Tensor
 
 from idn.errors import UserError
 
-STEP = re.compile(r"(transforms\.(?P<scale>\d+)\.)?chain\.(?P<step>\d+)(?=\.|$)")
+STEP = re.compile(r"(transforms\.(?P<scale>\d+)\.)?chain\.\d+(?=\.|$)")
 ROULETTE = {"geom_p", "lamb", "last_n_samples", "last_firmom", "last_secmom"}
 LAYER = {"weight", "bias", "u", "v"}
 CONVOLUTION = LAYER | {"scale", "initialized", "spatial_dims"}
@@ -20,7 +20,7 @@ NORM = {"weight", "bias", "initialized"}
 CONCATENATION = {"K1_unnormalized", "K2_unnormalized"}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Part:
     """One published module: where it is, and its tensors by their own names."""
 
@@ -44,7 +44,7 @@ class Part:
         return self["weight"].shape[0]
 
 
-@dataclass
+@dataclass(eq=False)
 class PublishedBlock:
     """The parts of one block's branch, by kind."""
 
@@ -88,16 +88,15 @@ def read_layout(state: dict[str, Tensor], where: str) -> Layout:
         path, _, own_name = name.rpartition(".")
         modules.setdefault(path, {})[own_name] = tensor
 
-    steps: dict[str, list[Part]] = {}
+    steps: dict[tuple[str | None, str], list[Part]] = {}
     for path in sorted(modules, key=_order):
-        found = STEP.match(path)
+        part, found = Part(path, modules[path]), STEP.match(path)
         if found is None:
-            raise _unknown(Part(path, modules[path]), where)
-        steps.setdefault(found[0], []).append(Part(path, modules[path]))
+            raise _unknown(part, where)
+        steps.setdefault((found["scale"], found[0]), []).append(part)
 
     scales: dict[str | None, list[Step]] = {}
-    for path, parts in steps.items():
-        scale = STEP.match(path)["scale"]  # type: ignore[index]
+    for (scale, path), parts in steps.items():
         scales.setdefault(scale, []).append(_step(path, parts, where))
     layout = Layout(None not in scales, tuple(tuple(scale) for scale in scales.values()))
     if not layout.blocks() or (len(scales) > 1 and not layout.is_image):

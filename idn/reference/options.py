@@ -8,7 +8,7 @@ from idn.errors import UserError
 from idn.flows.config import FlowConfig
 from idn.flows.logdet import LogdetRule
 from idn.reference.checkpoint import Checkpoint
-from idn.reference.layout import Layout, Part, PublishedBlock
+from idn.reference.layout import Layout, Part, PublishedBlock, Step
 
 ACTIVATIONS = {
     "swish": "lipswish",
@@ -89,7 +89,7 @@ def _image_sizes(checkpoint: Checkpoint, layout: Layout, where: str) -> dict[str
     alpha = 1e-6 if channels == 1 else 0.05
     sizes: dict[str, Any] = {
         "shape": (channels, height, width),
-        "blocks": tuple(sum(step in blocks and step not in connected for step in scale) for scale in layout.scales),
+        "blocks": tuple(sum(_is_convolutional(step) for step in scale) for scale in layout.scales),
         "fc_blocks": len(connected),
         "logit_alpha": alpha if checkpoint.logit_alpha is None else checkpoint.logit_alpha,
         "squeeze_first": squeeze_first,
@@ -111,8 +111,12 @@ def _image_sizes(checkpoint: Checkpoint, layout: Layout, where: str) -> dict[str
     return sizes | ({"fc_width": connected[0].layers[-1].inputs} if connected else {})
 
 
+def _is_convolutional(step: Step) -> bool:
+    return isinstance(step, PublishedBlock) and not step.flattens
+
+
 def _map_size(block: PublishedBlock, where: str) -> tuple[int, int]:
-    """Height and width of the maps that a block sees; those of v, in which they are noted, must bear them out."""
+    """Height and width of the maps that a block sees, as they are noted and as the length of v bears out."""
     for layer in block.layers:
         size = layer.tensors.get("spatial_dims", torch.zeros(0)).long().tolist()
         if layer.kernel > 1 and len(size) == 2 and layer.inputs * size[0] * size[1] == layer["v"].numel() > 0:
