@@ -76,5 +76,5 @@ def _described(value: Value) -> str:
 
 
 def _listed(names: Mapping[Value, Value]) -> str:
-    shown = [str(name)[:40] for name in list(names)[:4]]
+    shown = [repr(name)[:40] for name in list(names)[:4]]
     return ", ".join(shown + ["..."] * (len(names) > 4)) or "nothing"

@@ -105,7 +105,7 @@ def _open_legacy(file: IO[bytes]) -> TorchFile:
     storages: dict[str, Storage] = {}
     _version, _machine, content = read_pickle(data), read_pickle(data), read_pickle(data, storages)
     keys = read_pickle(data)
-    if not isinstance(keys, list) or not set(keys) <= storages.keys():
+    if not isinstance(keys, list) or not all(isinstance(key, str) and key in storages for key in keys):
         raise PickleError("its table of storages does not fit its content")
     starts: dict[str, int] = {}
     for key in keys:

@@ -275,7 +275,7 @@ def test_a_tensor_that_reaches_outside_its_storage(
     ("content", "message"),
     [
         ([1, 2], "holds a value of type list, expected a dict with 'state_dict'"),
-        ({"model": {}, "epoch": 3}, "holds a dict of model, epoch, expected"),
+        ({"model": {}, "epoch": 3}, "holds a dict of 'model', 'epoch', expected"),
         ({"state_dict": 3}, "state_dict: holds a value of type int, expected tensors by name"),
         ({"state_dict": {"w": "text"}}, "'w' is a value of type str, expected a tensor"),
     ],
