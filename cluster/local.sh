@@ -16,13 +16,24 @@ running() { [ -f "$state/pid" ] && kill -0 "$(cat "$state/pid")" 2>/dev/null; }
 
 answers() { (exec 3<>"/dev/tcp/127.0.0.1/$1") 2>/dev/null; }
 
+job() { ray job submit --address "http://127.0.0.1:$dashboard" "$@"; }
+
+# Ray makes a token in its usual place only.
+make_token() {
+    if [ -z "${RAY_AUTH_TOKEN_PATH:-}" ]; then
+        ray get-auth-token --generate >/dev/null 2>&1
+    elif [ ! -s "$RAY_AUTH_TOKEN_PATH" ]; then
+        (umask 077 && od -An -N32 -tx1 /dev/urandom | tr -d ' \n' >"$RAY_AUTH_TOKEN_PATH")
+    fi
+}
+
 up() {
     running && fail "a cluster is up already (process $(cat "$state/pid")); just cluster-down ends it"
     for taken in "$port" "$dashboard"; do
         if answers "$taken"; then fail "port $taken is in use; set IDN_CLUSTER_PORT or IDN_DASHBOARD_PORT to free ones"; fi
     done
     mkdir -p "$state"
-    ray get-auth-token --generate >/dev/null 2>&1
+    make_token
     # Jobs run in a copy of the working folder that Ray deletes: what they read and leave belongs here.
     export IDN_RUNS=${IDN_RUNS:-$PWD/runs} IDN_DATA=${IDN_DATA:-$PWD/data}
     nohup ray start --head --block --disable-usage-stats --node-ip-address=127.0.0.1 --port="$port" \
@@ -31,7 +42,8 @@ up() {
     echo $! >"$state/pid"
     for _ in $(seq 120); do
         running || fail "the cluster did not start; $state/log says why"
-        if answers "$dashboard" && ray job list --address "http://127.0.0.1:$dashboard" >/dev/null 2>&1; then
+        # The server answers some seconds before it can place a job, so the proof is a job.
+        if answers "$dashboard" && job --no-wait -- true >/dev/null 2>&1; then
             echo "cluster up: dashboard http://127.0.0.1:$dashboard, jobs by \`just submit cifar10\`, runs in $IDN_RUNS"
             return
         fi
@@ -44,7 +56,8 @@ down() {
     running || fail "no cluster of ours is up"
     # `ray start --block` ends the processes that it started, and only those.
     kill -TERM "$(cat "$state/pid")"
-    for _ in $(seq 30); do
+    # Ray lets running work drain for up to half a minute.
+    for _ in $(seq 90); do
         running || break
         sleep 1
     done
@@ -56,7 +69,7 @@ submit() {
     [ $# -ge 1 ] || fail "submit what? one of $(basename -s .py launch/*.py | xargs)"
     [ -f "launch/$1.py" ] || fail "no launch/$1.py; expected one of $(basename -s .py launch/*.py | xargs)"
     answers "$dashboard" || fail "no cluster answers on port $dashboard; start one with \`just cluster-up\`"
-    ray job submit --address "http://127.0.0.1:$dashboard" --working-dir . -- python "launch/$1.py" "${@:2}"
+    job --working-dir . -- python "launch/$1.py" "${@:2}"
 }
 
 case "${1:-}" in

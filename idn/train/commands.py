@@ -78,7 +78,9 @@ def launch(config: TrainConfig) -> int:
 
     try:
         with trainer.cluster(config.cluster.address):
-            outcome = trainer.run(config, trainer.plan(config, bar.note), on_record, bar.note)
+            plan = trainer.plan(config, bar.note)
+            runs.record(config)
+            outcome = trainer.run(config, plan, on_record, bar.note)
         if outcome["finished"]:
             monitor.finish(outcome)
     except trainer.TrainingFailed as error:

@@ -10,6 +10,7 @@ from idn.files import write_json
 from idn.train.config import TrainConfig
 from idn.train.monitor import flatten
 
+CONFIG = "config.json"
 IDENTITY = (
     "dataset",
     "model",
@@ -48,19 +49,20 @@ def checkpoint_storage(config: TrainConfig) -> str:
     return f"{base}/{config.name}"
 
 
-def claim(config: TrainConfig) -> bool:
-    """Makes the folder or recognises it as this run's; whether it was there before."""
+def claim(config: TrainConfig) -> None:
+    """Makes the run's folder, or recognises it as this run's."""
     folder = run_folder(config)
-    saved = folder / "config.json"
-    existed = saved.exists()
-    if existed:
-        check_same(read_config(saved), config.to_dict(), folder)
+    if (folder / CONFIG).exists():
+        check_same(read_config(folder / CONFIG), config.to_dict(), folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        write_json(saved, config.to_dict())
     except OSError as error:
         raise UserError(f"--runs {runs_folder(config)}: cannot be written ({error.strerror})") from error
-    return existed
+
+
+def record(config: TrainConfig) -> None:
+    """Writes down what the run is made with, once nothing can refuse it any more."""
+    write_json(run_folder(config) / CONFIG, config.to_dict())
 
 
 def read_config(path: Path) -> dict[str, Any]:

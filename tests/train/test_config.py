@@ -14,7 +14,7 @@ from idn.train.config import TrainConfig, validate
 from idn.train.engine import deepspeed_config
 from idn.train.placement import Plan, fit
 from idn.train.presets import PAPER_DATASETS, PRESETS, preset
-from idn.train.runs import check_same, checkpoint_storage, claim, run_folder
+from idn.train.runs import check_same, checkpoint_storage, claim, record
 from idn.train.scaling import PATIENCE, LossScale
 from idn.train.session import total_steps
 
@@ -149,10 +149,10 @@ def test_workers_are_placed_on_nodes_that_can_hold_them() -> None:
 def test_a_folder_belongs_to_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("IDN_RUNS", str(tmp_path))
     config, _ = parse(["moons", "--size", "tiny"])
-    assert not claim(config)
-    assert claim(config) and run_folder(config) == tmp_path / "moons-tiny-idensenet-lc"
-    longer = dataclasses.replace(config, length=dataclasses.replace(config.length, steps=900))
-    assert claim(longer)
+    claim(config)
+    record(config)
+    assert (tmp_path / "moons-tiny-idensenet-lc" / "config.json").is_file()
+    claim(dataclasses.replace(config, length=dataclasses.replace(config.length, steps=900)))
     with pytest.raises(UserError, match="seed 0, this command says 1"):
         check_same(config.to_dict(), dataclasses.replace(config, seed=1).to_dict(), tmp_path)
 
