@@ -11,8 +11,9 @@ from PIL import Image
 
 from idn.report.parts import Bullets, Code, Figure, Gallery, Heading, Part, Table, Text
 
-WIDEST = 1100
+WIDEST = 900
 """Pixels: wider pictures are made smaller, the originals lie beside the page."""
+COLOURS = 64
 STYLE = (Path(__file__).parent / "style.css").read_text()
 
 
@@ -88,14 +89,14 @@ def figure(part: Figure) -> str:
 
 
 def embedded(path: Path) -> tuple[str, int, int]:
-    """A picture's bytes for the page: not wider than a screen needs, 256 colours."""
+    """A picture's bytes for the page: not wider than a screen needs, few colours."""
     with Image.open(path) as file:
         picture = file.convert("RGB")
     if picture.width > WIDEST:
         size = (WIDEST, round(picture.height * WIDEST / picture.width))
         picture = picture.resize(size, Image.Resampling.LANCZOS)
     buffer = io.BytesIO()
-    picture.quantize(256, method=Image.Quantize.MEDIANCUT).save(buffer, "PNG", optimize=True)
+    picture.quantize(COLOURS, method=Image.Quantize.MEDIANCUT).save(buffer, "PNG", optimize=True)
     return base64.b64encode(buffer.getvalue()).decode(), picture.width, picture.height
 
 

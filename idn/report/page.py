@@ -1,6 +1,7 @@
 """The page as a list of parts: what it says, in which order."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from pathlib import Path
 
 from idn.flows.build import MODELS
 from idn.models import MODEL_TITLES
@@ -37,26 +38,27 @@ def build_page(results: Sequence[Result]) -> list[Part]:
             parts += [Heading(title), table]
             if verdicts := orders([run for run in results if run.config.size == size]):
                 parts += [Bullets(verdicts)]
-    if figures := densities(results):
+    figures = densities(results)
+    if figures:
         parts += [Heading("Densities (the paper's Figure 2)"), Gallery(figures)]
+    shown = {figure.path for figure in figures}
     parts += [Heading("What each cell costs"), cost_table()]
     if results:
         parts += [Heading("Runs"), runs_table(results)]
         for run in sorted(
             results, key=lambda run: (place(run), run.config.size, MODELS.index(run.config.model), run.name)
         ):
-            parts += run_parts(run)
+            parts += run_parts(run, shown)
     return parts
 
 
 def introduction(results: Sequence[Result]) -> str:
     done = sum(run.value is not None for run in results)
-    first = {
-        (run.config.dataset, run.config.model) for run in results if run.config.size == "paper" and not run.variant
-    }
-    filled = len([1 for name in DATASETS for model in MODELS if (name, model) in first])
+    plain = {(run.config.dataset, run.config.model) for run in results if run.config.size == "paper" and not run.variant}
+    filled = sum((name, model) in plain for name in DATASETS for model in MODELS)
+    count = "1 evaluated run" if done == 1 else f"{done} evaluated runs"
     return (
-        f"{done} evaluated runs; {filled} of {len(DATASETS) * len(MODELS)} cells of Table 1 under the paper's own "
+        f"{count}; {filled} of {len(DATASETS) * len(MODELS)} cells of Table 1 under the paper's own "
         "settings. Every number is a test figure of a run below, whose settings and metrics lie beside this page; "
         "`idn report` makes the page again from them. Cells that nobody has run say so."
     )
@@ -96,8 +98,8 @@ def runs_table(results: Sequence[Result]) -> Table:
     return Table(head, rows, "All runs. Training time is that of the optimiser's steps.")
 
 
-def run_parts(run: Result) -> list[Part]:
-    """A run's heading, figures, command and pictures."""
+def run_parts(run: Result, shown: Collection[Path]) -> list[Part]:
+    """A run's heading, figures, command, and the pictures not yet shown."""
     config = run.config
     dataset, model = DATASETS.get(config.dataset, config.dataset), MODEL_TITLES[config.model]
     lines = [f"{dataset}, {model}, size {config.size}, seed {config.seed}"]
@@ -113,7 +115,8 @@ def run_parts(run: Result) -> list[Part]:
         lines.append(f"other than the preset: {literal(run.variant)}")
     names = [name for name in FORMATS if name in run.pictures]
     names += [name for name in run.pictures if name not in FORMATS]
-    figures = [Figure(run.pictures[name], f"{run.name}: {CAPTIONS.get(name, name)}") for name in names]
+    new = [name for name in names if run.pictures[name] not in shown]
+    figures = [Figure(run.pictures[name], f"{run.name}: {CAPTIONS.get(name, name)}") for name in new]
     parts: list[Part] = [Heading(run.name, 3), Bullets(lines), Code(run.command)]
     return [*parts, Gallery(figures)] if figures else parts
 
