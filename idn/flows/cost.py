@@ -101,9 +101,7 @@ class Cost:
         return self._total(self.eval_logdet, False, False)
 
     def _total(self, rule: LogdetRule, training: bool, recompute: bool) -> float:
-        return sum(
-            block.forward_flops * products(rule, block.dims, training, recompute) for block in self.blocks
-        )
+        return sum(block.forward_flops * products(rule, block.dims, training, recompute) for block in self.blocks)
 
     def training_memory(self, batch: int, recompute: bool = False) -> Memory:
         """An estimate for a batch of `batch` samples on one device, without the libraries' own needs."""
@@ -155,8 +153,10 @@ def _block_cost(block: Block, shape: tuple[int, ...]) -> BlockCost:
 
 
 def _kept_channels(branch: Branch) -> int:
-    """What enters a layer, and what leaves it for an activation."""
+    """What enters layers and activations; dense layers share one buffer, which the last layer reads whole."""
     layers = list(branch.spectral_layers())
-    entering = sum(layer.weight.shape[1] for layer in layers)
+    dense = len(list(branch.dense_layers()))
+    reading = layers[: -1 - dense] + layers[-1:] if dense else layers
+    entering = sum(layer.weight.shape[1] for layer in reading)
     leaving = sum(layer.weight.shape[0] for layer in layers[:-1])
     return entering + leaving
