@@ -6,6 +6,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+UMASK = os.umask(0)
+os.umask(UMASK)
+
 
 def write_bytes(path: Path, content: bytes) -> None:
     """Puts `content` at `path` in one step."""
@@ -13,6 +16,7 @@ def write_bytes(path: Path, content: bytes) -> None:
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(content)
+            os.fchmod(handle, 0o666 & ~UMASK)  # a temporary file is private at first
         Path(temporary).replace(path)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)

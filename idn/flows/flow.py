@@ -19,8 +19,12 @@ from idn.flows.layers import SpectralLayer
 from idn.flows.logdet import LogdetRule
 
 PRECISIONS: dict[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-SETTLED = 5e-3
+SETTLED = 2e-3
 """A singular value that may still miss more than this share gets further iterations."""
+MOVED = 0.01
+"""So does that of a weight which changed by more than this share."""
+MORE_ITERATIONS = 8
+MOST_ROUNDS = 10
 
 
 class Likelihood(NamedTuple):
@@ -155,18 +159,23 @@ class Flow(nn.Module):
             x = x + layer.branch().value(x) if isinstance(layer, Block) else layer(x, None, rule)[0]
 
     @torch.no_grad()
-    def update_norms(self, iterations: int = 1) -> None:
+    def update_norms(self, iterations: int | None = None) -> None:
         """Follows all largest singular values; to be called after every change of the weights."""
         layers = [layer for _, layer in self.spectral_layers()]
         for layer in layers:
             layer.update_norm(iterations)
-        for _ in range(10):
+        # One look for all layers. Where weights moved far, another pattern may have come up: those go on anyway.
+        moved = torch.stack([layer.moved for layer in layers]).tolist()
+        for layer, share in zip(layers, moved, strict=True):
+            if share > MOVED:
+                layer.update_norm(MORE_ITERATIONS)
+        for _ in range(MOST_ROUNDS):
             missing = torch.stack([layer.slack for layer in layers]).tolist()
             layers = [layer for layer, share in zip(layers, missing, strict=True) if share > SETTLED]
             if not layers:
                 return
             for layer in layers:
-                layer.update_norm(5)
+                layer.update_norm(MORE_ITERATIONS)
 
     def set_precision(self, precision: str) -> None:
         """Convolutions and matrix products in fp32, bf16 or fp16; parameters, norms and sums stay fp32."""

@@ -7,12 +7,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from idn.flows.maps import Affine
-from idn.flows.norms import Operator, TopSingular, Tracked, top_singular, unit
+from idn.flows.norms import FOLLOWED, Operator, TopSingular, top_singular, unit
 
 START_ITERATIONS = 10
 CONVERGED = 2e-3
 """From a random vector: rounds of so many iterations, until so little can be missing, and at most so many rounds."""
 START_ROUNDS = 8
+CHEAP_ITERATIONS = 4
+CHEAP_PRODUCT = 20_000_000
+"""Operations of a product with a vector below which several iterations cost nothing beside a training step."""
 
 
 class SpectralLayer(nn.Module):
@@ -27,12 +30,13 @@ class SpectralLayer(nn.Module):
     bias: nn.Parameter
     u: Tensor
     v: Tensor
-    explorer: Tensor
-    direction: Tensor
+    others: Tensor
     sigma: Tensor
     slack: Tensor
     shrink: Tensor
     noise: Tensor
+    previous: Tensor
+    moved: Tensor
 
     def __init__(
         self,
@@ -55,10 +59,12 @@ class SpectralLayer(nn.Module):
         # A 1x1 convolution acts on each pixel alone, so one pixel has the operator's norm.
         size = () if kernel is None else (1, 1) if kernel == 1 else image_size
         self.register_buffer("v", unit(torch.randn(1, inputs, *size, generator=generator)))
-        self.register_buffer("explorer", unit(torch.randn(1, inputs, *size, generator=generator)))
-        self.register_buffer("direction", torch.zeros(1, inputs, *size))
+        self.register_buffer("others", torch.randn(FOLLOWED, inputs, *size, generator=generator))
         self.register_buffer("u", torch.zeros(1, outputs, *size))
         self.register_buffer("noise", unit(torch.randn(1, inputs, *size, generator=generator)), persistent=False)
+        self.register_buffer("previous", self.weight.detach().clone(), persistent=False)
+        self.register_load_state_dict_post_hook(_weight_is_known)
+        self.register_buffer("moved", torch.zeros(()), persistent=False)
         self.register_buffer("sigma", torch.zeros(()))
         self.register_buffer("slack", torch.zeros(()))
         self.register_buffer("shrink", torch.ones(()))
@@ -97,23 +103,28 @@ class SpectralLayer(nn.Module):
                 return
 
     @torch.no_grad()
-    def update_norm(self, iterations: int = 1, weight: Tensor | None = None) -> None:
+    def update_norm(self, iterations: int | None = None) -> None:
         """Follows the weight's largest singular value; to be called after every change of the weight."""
-        weight = self.weight.detach() if weight is None else weight
+        weight = self.weight.detach()
+        if iterations is None:
+            product = 2 * weight.numel() * self.v[0, 0].numel()
+            iterations = CHEAP_ITERATIONS if product < CHEAP_PRODUCT else 1
         # Squares of huge or tiny weights leave the range of fp32, so the largest entry is made 1.
         largest = weight.abs().amax().clamp_min(torch.finfo(weight.dtype).tiny)
+        self.moved.copy_(torch.linalg.vector_norm((weight - self.previous) / largest))
+        self.moved.div_(torch.linalg.vector_norm(weight / largest).clamp_min(torch.finfo(weight.dtype).tiny))
+        self.previous.copy_(weight)
         top = self._top(weight / largest, iterations)
         self.u.copy_(top.u)
-        for buffer, vector in zip((self.v, self.explorer, self.direction), top.tracked, strict=True):
-            buffer.copy_(vector)
+        self.v.copy_(top.v)
+        self.others.copy_(top.others)
         self.sigma.copy_(top.sigma * largest)
         self.slack.copy_(top.missing)
         if self.precision is not None:
             self._fit_rounding(weight, self.precision)
 
     def _top(self, weight: Tensor, iterations: int) -> TopSingular:
-        tracked = Tracked(self.v, self.explorer, self.direction)
-        return top_singular(*self.operator(weight), tracked, self.noise, iterations)
+        return top_singular(*self.operator(weight), self.v, self.others, self.noise, iterations)
 
     def _fit_rounding(self, weight: Tensor, precision: torch.dtype, rounds: int = 3) -> None:
         """Finds a factor <= 1 for which the rounded weight obeys the bound as well."""
@@ -126,3 +137,9 @@ class SpectralLayer(nn.Module):
             smaller = shrink * (self.coeff / norm.clamp_min(self.coeff) - torch.finfo(precision).eps / 2)
             shrink = torch.where(norm > self.coeff * (1 + 2e-4), smaller, shrink)
         self.shrink.copy_(shrink)
+
+
+def _weight_is_known(layer: nn.Module, _: object) -> None:
+    """A loaded weight's norms were loaded with it: it has not moved."""
+    if isinstance(layer, SpectralLayer):
+        layer.previous.copy_(layer.weight.detach())

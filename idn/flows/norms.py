@@ -1,13 +1,13 @@
 """The largest singular value of a linear operator, followed from step to step.
 
 Plain power iteration crawls where singular values crowd, and an unconverged estimate lies below the truth, so that
-the normalised weight breaks its bound. Here each iteration maximises |A v| over the span of v, of its gradient, and of
-a second vector with its gradient and last direction (a locally optimal block conjugate gradient method, LOBPCG).
-What may still be missing is known from the residual r = A^T A v - |A v|^2 v.
+the normalised weight breaks its bound. Here three vectors are followed, and each iteration maximises |A v| over the
+span of all of them, of their gradients A^T A v - |A v|^2 v, and of the last directions (a locally optimal block
+conjugate gradient method, LOBPCG). What may still be missing is known from the length of the gradient.
 
-The second vector is an explorer. A convolution hardly mixes spatial frequencies, so a pattern of another frequency
-can outgrow v without ever showing in v's gradient. The explorer climbs on its own, orthogonally to v; it becomes v
-when it is larger, and starts anew from a random vector when it has settled below.
+The first vector is v itself. The second is at hand when it overtakes. The third is an explorer: a convolution hardly
+mixes spatial frequencies, so a pattern of another frequency can outgrow v without ever showing in v's gradient. The
+explorer climbs on its own, orthogonally to the others; when it has settled below them, it starts anew at random.
 """
 
 from collections.abc import Callable
@@ -19,26 +19,21 @@ from torch import Tensor
 Operator = Callable[[Tensor], Tensor]
 
 
-class Tracked(NamedTuple):
-    """Right singular vector v, the explorer, and the direction in which the explorer moved last."""
-
-    v: Tensor
-    explorer: Tensor
-    direction: Tensor
-
-
 class TopSingular(NamedTuple):
-    """|u| = |v| = 1 with A v = sigma u, and the share of sigma that may be missing."""
+    """|u| = |v| = 1 with A v = sigma u, the share of sigma that may be missing, and what to go on from next time."""
 
     u: Tensor
+    v: Tensor
     sigma: Tensor
     missing: Tensor
-    tracked: Tracked
+    others: Tensor
 
 
+FOLLOWED = 3
+"""v, the second vector and the explorer."""
 SETTLED = 0.02
-"""An explorer whose residual is below this share, and that cannot reach v even so, starts anew."""
-INDEPENDENT = 1e-5
+"""An explorer whose gradient is below this share, and that cannot reach the second vector even so, starts anew."""
+INDEPENDENT = 1e-3
 """Directions with less than this left beside the others (squared) are roundoff."""
 
 
@@ -62,44 +57,51 @@ def best_combinations(basis: Tensor, images: Tensor, count: int) -> Tensor:
     return top.T @ whiten
 
 
-def top_singular(apply: Operator, transpose: Operator, start: Tracked, noise: Tensor, iterations: int) -> TopSingular:
-    """Improves v and the explorer by a number of iterations; `noise` is where an explorer starts anew."""
-    shape = start.v.shape
-    image_shape = apply(start.v[:0]).shape[1:]
+def top_singular(
+    apply: Operator, transpose: Operator, v: Tensor, others: Tensor, noise: Tensor, iterations: int
+) -> TopSingular:
+    """Improves v by at least one iteration.
 
-    def image(flat: Tensor) -> Tensor:
-        return apply(flat.view(-1, *shape[1:])).flatten(1)
+    `others` are the second vector, the explorer and the direction in which the explorer moved last; `noise` is where
+    an explorer starts anew.
+    """
+    tiny = torch.finfo(v.dtype).tiny
+    start = rows(torch.cat([v, others]).flatten(1))
+    shaped = apply(start.view(-1, *v.shape[1:]))
+    vectors, images = start[:FOLLOWED], shaped.flatten(1)[:FOLLOWED]
+    last, last_images = start[FOLLOWED:], shaped.flatten(1)[FOLLOWED:]
 
     def gradient(vectors: Tensor, images: Tensor) -> Tensor:
-        pulled = transpose(images.view(-1, *image_shape)).flatten(1)
+        pulled = transpose(images.view(-1, *shaped.shape[1:])).flatten(1)
         return pulled - images.square().sum(1, keepdim=True) * vectors
 
-    known = rows(torch.cat(start).flatten(1))
-    known_images = image(known)
-    v, av = known[:2], known_images[:2]
-    last, last_image = known[2:], known_images[2:]
-    for _ in range(iterations):
-        climb = rows(gradient(v, av))
-        basis = torch.cat([v, climb, last])
-        images = torch.cat([av, image(climb), last_image])  # the old directions' images are known
-        mix = best_combinations(basis, images, count=2)
+    for _ in range(max(iterations, 1)):
+        climb = gradient(vectors, images)
+        lengths = torch.linalg.vector_norm(climb, dim=1)
+        climb = rows(climb)
+        basis = torch.cat([vectors, climb, last])
+        climb_images = apply(climb.view(-1, *v.shape[1:])).flatten(1)
+        basis_images = torch.cat([images, climb_images, last_images])
+        mix = best_combinations(basis, basis_images, count=FOLLOWED)
         moved = mix.clone()
-        moved[:, :2] = 0
-        v, av, last, last_image = mix @ basis, mix @ images, moved @ basis, moved @ images
-        length = torch.linalg.vector_norm(last, dim=1, keepdim=True).clamp_min(torch.finfo(v.dtype).tiny)
-        last, last_image = last / length, last_image / length
-    v = rows(v)
-    av = image(v)
-    square = av.square().sum(1)
-    residual = torch.linalg.vector_norm(gradient(v, av), dim=1)
-    missing = residual / square.clamp_min(torch.finfo(v.dtype).tiny)
-    explored = (missing[1] < SETTLED) & (square[1] + residual[1] < square[0])
-    fresh = rows(noise.flatten(1) - (noise.flatten(1) @ v.T) @ v)
-    explorer = torch.where(explored, fresh, v[1:])
-    direction = torch.where(explored, torch.zeros_like(fresh), last[-1:])
+        moved[:, :FOLLOWED] = 0
+        vectors, images, last, last_images = mix @ basis, mix @ basis_images, moved @ basis, moved @ basis_images
+        size = torch.linalg.vector_norm(last, dim=1, keepdim=True).clamp_min(tiny)
+        last, last_images = last / size, last_images / size
+
+    vectors = rows(vectors)
+    images[:1] = apply(vectors[:1].view_as(v)).flatten(1)  # combined images carry roundoff
+    found = images.square().sum(1)
+    # An eigenvalue of A^T A lies within the gradient's length of |A v|^2.
+    missing = torch.sqrt(1 + torch.linalg.vector_norm(gradient(vectors[:1], images[:1])) / found[0].clamp_min(tiny)) - 1
+    explored = (lengths[2] < SETTLED * found[2]) & (found[2] + lengths[2] < found[1])
+    flat = noise.flatten(1)
+    explorer = torch.where(explored, rows(flat - (flat @ vectors.T) @ vectors), vectors[2:])
+    direction = torch.where(explored, torch.zeros_like(explorer), last[2:])
     return TopSingular(
-        u=rows(av[:1]).view(1, *image_shape),
-        sigma=square[0].sqrt(),
-        missing=torch.where(square[0] > 0, torch.sqrt(1 + missing[0]) - 1, torch.zeros_like(square[0])),
-        tracked=Tracked(v[:1].view(shape), explorer.view(shape), direction.view(shape)),
+        u=rows(images[:1]).view(1, *shaped.shape[1:]),
+        v=vectors[:1].view_as(v),
+        sigma=found[0].sqrt(),
+        missing=torch.where(found[0] > 0, missing, torch.zeros_like(missing)),
+        others=torch.cat([vectors[1:2], explorer, direction]).view_as(others),
     )
