@@ -56,7 +56,7 @@ def density(model: Model) -> plots.Picture:
     seed = model.seed(None)
     samples = draw_samples(model.flow, DENSITY_POINTS, stream(seed, "samples")).numpy()
     name = model.config.get("dataset")
-    data = toy.sample(name, DENSITY_POINTS, stream(seed, "picture data")).numpy() if name in toy.NAMES else samples
+    data = toy.sample(name, DENSITY_POINTS, stream(seed, "picture data")).numpy() if name in toy.NAMES else None
     return plots.density(density_grid(model.flow), data, samples, model.title)
 
 

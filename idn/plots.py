@@ -40,19 +40,23 @@ def sheet(images: np.ndarray, title: str, columns: int | None = None) -> Picture
     return _framed(grid(images, columns, scale), title)
 
 
-def density(values: np.ndarray, data: np.ndarray, samples: np.ndarray, title: str, extent: float = 4.0) -> Picture:
-    """A 2-D flow's density beside samples of the data and of the flow (the paper's Figure 2)."""
+def density(
+    values: np.ndarray, data: np.ndarray | None, samples: np.ndarray, title: str, extent: float = 4.0
+) -> Picture:
+    """A 2-D flow's density beside samples of the data, where it is known, and of the flow (the paper's Figure 2)."""
     pyplot = pyplot_module()
-    figure, (left, middle, right) = pyplot.subplots(1, 3, figsize=(12.5, 4.2), layout="constrained")
+    count = 2 if data is None else 3
+    figure, axes = pyplot.subplots(1, count, figsize=(4.1 * count + 0.2, 4.2), layout="constrained")
     box = (-extent, extent, -extent, extent)
-    for axes, points, name in ((left, data, "data"), (right, samples, "samples")):
-        axes.hist2d(points[:, 0], points[:, 1], bins=100, range=((-extent, extent),) * 2, cmap="viridis")
-        axes.set_title(name)
-    shown = middle.imshow(values.T, origin="lower", extent=box, cmap="viridis")
-    middle.set_title("density")
-    figure.colorbar(shown, ax=middle, shrink=0.8, label="p(x)")
-    for axes in (left, middle, right):
-        _square(axes, extent)
+    clouds = [] if data is None else [(axes[0], data, "data")]
+    for panel, points, name in [*clouds, (axes[-1], samples, "samples")]:
+        panel.hist2d(points[:, 0], points[:, 1], bins=100, range=((-extent, extent),) * 2, cmap="viridis")
+        panel.set_title(name)
+    shown = axes[-2].imshow(values.T, origin="lower", extent=box, cmap="viridis")
+    axes[-2].set_title("density")
+    figure.colorbar(shown, ax=axes[-2], shrink=0.8, label="p(x)")
+    for panel in axes:
+        _square(panel, extent)
     figure.suptitle(title)
     return finish(figure)
 
