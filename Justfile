@@ -52,3 +52,25 @@ bench-framework *options: _env
 # Two real steps of every preset of the paper, full sizes included
 test-presets: _env
     @pytest -m slow tests/train/test_presets.py
+
+# One cell of the paper's Table 1: train (or resume), evaluate, draw, collect; e.g. just cell cifar10 idensenet-lc --precision bf16 --workers 8
+cell dataset model *options: _env
+    @idn train {{ dataset }} --model {{ model }} --size paper --name {{ dataset }}-paper-{{ model }} {{ options }}
+    @{{ just_executable() }} results "${IDN_RUNS:-runs}/{{ dataset }}-paper-{{ model }}"
+
+# Every cell of Table 1, one after the other; the same command again goes on where it stopped
+table1 *options: _env
+    @for dataset in circles checkerboard moons mnist cifar10; do for model in residual idensenet idensenet-lc; do \
+        {{ just_executable() }} cell $dataset $model {{ options }} || exit 1; done; done
+
+# Three small models at an equal number of parameters on real images, two seeds each
+compare-tiny dataset *options: _env
+    @for seed in 0 1; do for model in residual idensenet idensenet-lc; do name={{ dataset }}-tiny-$model-seed$seed; \
+        idn train {{ dataset }} --model $model --size tiny --steps 1500 --batch 64 --seed $seed --name $name {{ options }} \
+        && {{ just_executable() }} results "${IDN_RUNS:-runs}/$name" || exit 1; done; done
+
+# Evaluate and draw finished runs, collect them under results/ and make the page again; e.g. just results runs/moons-*
+results +runs: _env
+    @for run in {{ runs }}; do idn eval $run && idn plot $run && idn sample $run && idn reconstruct $run \
+        && idn interpolate $run && idn collect $run --out results || exit 1; done
+    @idn report results

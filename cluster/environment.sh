@@ -8,5 +8,5 @@ wanted=$(cat pyproject.toml constraints.txt | sha256sum)
 [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ] && exit 0
 echo "idn: making .venv (a minute or two, once)" >&2
 "${1:-python3}" -m venv .venv
-.venv/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+.venv/bin/python -m pip install --quiet --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 printf '%s\n' "$wanted" > "$stamp"
