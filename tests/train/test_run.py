@@ -21,7 +21,7 @@ from tests.train.conftest import COMMAND
 Start = Callable[..., "subprocess.Popen[str]"]
 TINY = ("--size", "tiny", "--flow.shape", "3", "8", "8", "--resize", "8", "--flow.blocks", "1", "1")
 RUN = "cifar10-sample-tiny-idensenet-lc"
-PATIENCE = 240.0
+PATIENCE = 900.0
 
 
 def finish(process: "subprocess.Popen[str]") -> tuple[int, str, str]:
