@@ -120,7 +120,8 @@ def test_collect_again_brings_a_run_up_to_date(run, tmp_path):
     out = tmp_path / "results"
     assert main(["collect", str(changed), "--out", str(out)]) == 0
     (changed / "samples.png").unlink()
-    (changed / "eval.json").write_text('{"value": 1.0, "standard_error": 0.5}')
+    figures = json.loads((run / "eval.json").read_text()) | {"value": 1.0}
+    (changed / "eval.json").write_text(json.dumps(figures))
     assert main(["collect", str(changed), "--out", str(out)]) == 0
     assert not (out / run.name / "samples.png").exists()
     assert read_result(out / run.name).value == 1.0
@@ -221,7 +222,10 @@ def test_mistakes_end_with_one_line(results, tmp_path, capsys):
     (tmp_path / "empty").mkdir()
     (tmp_path / "odd" / "run").mkdir(parents=True)
     (tmp_path / "odd" / "run" / "config.json").write_text("{}")
+    shutil.copytree(results / "circles-paper-residual", tmp_path / "part" / "run")
+    (tmp_path / "part" / "run" / "eval.json").write_text('{"value": 3.4}')
     cases = {
+        ("report", str(tmp_path / "part")): "is not what `idn eval` writes: 'standard_error'",
         ("report", str(tmp_path / "nowhere")): "no folder",
         ("report", str(tmp_path / "empty")): "no runs in",
         ("report", str(tmp_path / "odd")): "is not a run's config",

@@ -24,4 +24,4 @@ def report(
     parts = build_page(found)
     write_bytes(results / "report.md", markdown.render(parts, results).encode())
     write_bytes(results / "report.html", html.render(parts).encode())
-    print(f"{len(found)} runs -> {results / 'report.md'}, {results / 'report.html'}")
+    print(f"{len(found)} run{'s' * (len(found) != 1)} -> {results / 'report.md'}, {results / 'report.html'}")

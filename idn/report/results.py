@@ -12,6 +12,7 @@ from idn.train.config import TrainConfig
 from idn.train.words import command, variant
 
 Record = dict[str, Any]
+FIGURES = ("value", "standard_error", "log_pz", "logdet", "samples")
 
 
 @dataclass(frozen=True)
@@ -131,7 +132,8 @@ def read_evaluation(path: Path) -> Record | None:
         return None
     try:
         figures = json.loads(path.read_text())
-        float(figures["value"]), float(figures["standard_error"])
+        for name in FIGURES:
+            float(figures[name])
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} is not what `idn eval` writes: {error}") from error
     return figures
