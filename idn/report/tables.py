@@ -95,7 +95,7 @@ def table_1(results: Sequence[Result]) -> Table:
                 ]
             )
     entropies = [f"{toy.entropy(name):.3f}" if name in toy.NAMES else "unknown" for name in DATASETS]
-    rows.append(["the data's own entropy", "nobody can go lower", *entropies])
+    rows.append(["the data's entropy", "nobody can go lower", *entropies])
     caption = (
         "Negative log-likelihood on test data: nats for toy data, bits per dimension for images; lower is better. "
         "± is the standard error of the test, or the standard deviation between seeds. "
