@@ -6,7 +6,7 @@ import statistics
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 import tyro
@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from idn.bench.rows import ROWS, Row
 from idn.bench.sweep import draw_sweep, sweep
-from idn.bench.work import Measured, Worker
+from idn.bench.work import Job, Measured, Worker
 from idn.errors import UserError
 from idn.files import write_json
 
@@ -43,6 +43,8 @@ def bench(
     plot: Annotated[Path | None, tyro.conf.arg(help="measure a sweep and draw it to this file")] = None,
     threads: Annotated[int, tyro.conf.arg(help="CPU threads of each side")] = 2,
     rounds: Annotated[int | None, tyro.conf.arg(help="repetitions of each row, instead of its own number")] = None,
+    clock: Annotated[Literal["wall", "cpu"], tyro.conf.arg(help="cpu: processor time, on a shared machine")] = "wall",
+    blocks: Annotated[int | None, tyro.conf.arg(help="blocks per scale of image flows, for a shorter run")] = None,
 ) -> None:
     """Measures speed and memory of training, evaluation and sampling against plain automatic differentiation.
 
@@ -54,11 +56,17 @@ def bench(
     chosen = [row for row in ROWS if not rows or row.name in rows]
     if rounds is not None:
         chosen = [replace(row, rounds=rounds) for row in chosen]
+
+    def settled(job: Job) -> Job:
+        shorter = {"blocks": (blocks,) * 3} if blocks and job.dataset != "moons" else {}
+        return replace(job, threads=threads, clock=clock, overrides=job.overrides | shorter)
+
     results = []
     with tqdm(total=sum(row.rounds + 1 for row in chosen), unit="round", leave=False) as progress:
         for row in chosen:
             progress.set_description(row.name)
-            results.append(measure(row, threads, progress))
+            row = replace(row, ours=settled(row.ours), other=settled(row.other))
+            results.append(measure(row, progress))
             tqdm.write(line(results[-1]))
     print("\n".join([machine(threads), header(), *map(line, results)]))
     swept = sweep(threads) if plot else []
@@ -74,13 +82,13 @@ def bench(
         write_json(json_file, report)
 
 
-def measure(row: Row, threads: int, progress: "tqdm[Any]") -> Result:
+def measure(row: Row, progress: "tqdm[Any]") -> Result:
     """The two sides and the roofline in turn; the first round warms up."""
     jobs = [row.ours] if row.measure == "limit" else [row.ours, row.other]
     roofline = row.measure == "time" and row.ours.work in ("train", "evaluate")
     if roofline:
         jobs.append(replace(row.ours, work="products", recompute=False))
-    workers = [Worker(replace(job, threads=threads)) for job in jobs]
+    workers = [Worker(job) for job in jobs]
     try:
         found: list[list[Measured]] = []
         for seed in range(row.rounds + 1):
