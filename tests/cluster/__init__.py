@@ -1,0 +1,1 @@
+"""What needs several machines, as far as one machine can be several."""
