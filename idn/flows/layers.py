@@ -15,7 +15,7 @@ CONVERGED = 2e-3
 START_ROUNDS = 8
 CHEAP_ITERATIONS = 4
 CHEAP_PRODUCT = 20_000_000
-"""Operations of a product with a vector below which several iterations cost nothing beside a training step."""
+"""A convolution of fewer operations, whose frequencies hardly mix, takes several iterations: they cost little."""
 
 
 class SpectralLayer(nn.Module):
@@ -107,8 +107,9 @@ class SpectralLayer(nn.Module):
         """Follows the weight's largest singular value; to be called after every change of the weight."""
         weight = self.weight.detach()
         if iterations is None:
-            product = 2 * weight.numel() * self.v[0, 0].numel()
-            iterations = CHEAP_ITERATIONS if product < CHEAP_PRODUCT else 1
+            pixels = self.v[0, 0].numel()
+            cheap = pixels > 1 and 2 * weight.numel() * pixels < CHEAP_PRODUCT
+            iterations = CHEAP_ITERATIONS if cheap else 1
         # Squares of huge or tiny weights leave the range of fp32, so the largest entry is made 1.
         largest = weight.abs().amax().clamp_min(torch.finfo(weight.dtype).tiny)
         self.moved.copy_(torch.linalg.vector_norm((weight - self.previous) / largest))
