@@ -10,6 +10,7 @@ import torch
 from idn.errors import UserError
 from idn.flows.cost import Cost, flow_cost
 from idn.flows.flow import Flow
+from idn.memory import keep_freed_memory
 from idn.train import checkpoint
 from idn.train.checkpoint import Progress, Restored, Snapshotter
 from idn.train.config import TrainConfig
@@ -47,6 +48,7 @@ def open_session(config: TrainConfig, group: Group, filesystem: pyarrow.fs.FileS
     """A new run, or the newest whole checkpoint of one taken up again."""
     if group.device.type == "cpu":
         torch.set_num_threads(max(1, int(os.environ.get("OMP_NUM_THREADS", "1"))))
+        keep_freed_memory()
     path = group.from_first(checkpoint.newest(filesystem, folder) if group.rank == 0 else None)
     restored = Restored(filesystem, path) if path else None
     if restored and restored.flow.config != config.flow:
