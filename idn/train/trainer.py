@@ -36,6 +36,7 @@ import ray
 import ray.train
 import ray.train.torch
 from ray.train.v2._internal.execution.callback import WorkerCallback
+from ray.train.v2._internal.execution.context import get_train_context
 
 CHECKPOINTS = "checkpoints"
 POLL = 0.25
@@ -268,7 +269,9 @@ class RayPort:
 
     def stop_wanted(self) -> int:
         self._collect_answer()
-        return 2 if terminated.is_set() else int(self._stop)
+        # Ray marks workers whose node is about to be drained.
+        preempted = get_train_context().preemption_context.preemption_info is not None
+        return 2 if preempted or terminated.is_set() else int(self._stop)
 
     def save(self, snapshot: checkpoint.Snapshot, name: str, metrics: Record) -> None:
         filesystem, folder = self.storage.storage_filesystem, self.storage.experiment_fs_path

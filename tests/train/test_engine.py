@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from idn.flows.bounds import prove
 from idn.flows.files import load
+from idn.train.group import bit_sum
 from tests.train import loops
 
 STAGES = (0, 1, 2, 3)
@@ -36,6 +38,7 @@ def two_workers(settings: dict[str, Any]) -> dict[str, Any]:
         found[name] = loops.run(config, str(folder / name))
     found["plain"] = loops.interrupted(loops.tiny("moons", steps=8, freeze_lc=4), folder / "plain", 5)
     found["plain whole"] = loops.run(loops.tiny("moons", steps=8, freeze_lc=4), str(folder / "plain-whole"))
+    found["frozen"] = loops.run(loops.tiny("moons", steps=4, freeze_lc=4), str(folder / "frozen"))
     found["curve"] = curve(folder)
     found["broken"] = loops.run_broken(folder, rank=1, at_step=2)
     return found
@@ -143,7 +146,13 @@ def test_fp16_scales_its_loss_and_skips_overflows(two: dict[str, Any]) -> None:
 
 
 def test_a_frozen_concatenation_does_not_move(two: dict[str, Any]) -> None:
-    assert two["plain"]["losses"]
+    start = int(bit_sum(torch.ones(2)))
+
+    def moved(run: str) -> set[bool]:
+        return {bits != start for name, bits in two[run]["state"].items() if name.endswith("concatenation.raw")}
+
+    assert moved("frozen") == {False}
+    assert moved("plain whole") == {True}
 
 
 def test_a_gradient_that_is_not_finite_stops_all_ranks_before_the_update(two: dict[str, Any]) -> None:
