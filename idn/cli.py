@@ -12,6 +12,7 @@ from idn.errors import UserError
 
 COMMANDS = {
     "train": ("idn.train.commands:train", "train a flow on Ray workers"),
+    "plan": ("idn.plan.command:plan", "time, memory and money of a run on other hardware"),
     "eval": ("idn.evaluate:eval_command", "bits per dimension or nats of a flow"),
     "sample": ("idn.sample:sample", "draw new images or points"),
     "reconstruct": ("idn.sample:reconstruct", "encode data, decode it again, show the difference"),

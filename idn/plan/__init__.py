@@ -1,0 +1,1 @@
+"""What a run would cost on hardware that is not here."""
