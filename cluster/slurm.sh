@@ -25,11 +25,12 @@ fail() {
 
 export PATH="$PWD/.venv/bin:$PATH" IDN_RUNS=${IDN_RUNS:-$PWD/runs} IDN_DATA=${IDN_DATA:-$PWD/data}
 # Two jobs may share a node; ports below 20000 are those of Ray's workers.
-port=$((20000 + SLURM_JOB_ID % 5000)) dashboard=$((25000 + SLURM_JOB_ID % 5000))
+port=$((20000 + SLURM_JOB_ID % 5000)) dashboard=$((25000 + SLURM_JOB_ID % 5000)) agent=$((30000 + SLURM_JOB_ID % 2500))
 # Other users reach the same network, so Ray asks for a token of this job's own.
 mkdir -p "$IDN_RUNS"
 export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=$IDN_RUNS/.slurm-$SLURM_JOB_ID.token
 (umask 077 && od -An -N32 -tx1 /dev/urandom | tr -d ' \n' >"$RAY_AUTH_TOKEN_PATH")
+log=$IDN_RUNS/.slurm-$SLURM_JOB_ID.log
 # Between being told to stop and being killed the run writes a checkpoint.
 export RAY_JOB_STOP_WAIT_TIME_S=90
 
@@ -43,7 +44,7 @@ address_of() {
 start_ray() {
     srun --nodes=1 --ntasks=1 --nodelist="$1" --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" \
         ray start --block --disable-usage-stats --num-cpus="${SLURM_CPUS_PER_TASK:-1}" \
-        --node-ip-address="$(address_of "$1")" "${@:2}" >>"$IDN_RUNS/.slurm-$SLURM_JOB_ID.log" 2>&1 &
+        --node-ip-address="$(address_of "$1")" --dashboard-agent-listen-port="$agent" "${@:2}" >>"$log" 2>&1 &
     started+=("$!")
 }
 
@@ -64,10 +65,10 @@ mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 head=$(address_of "${nodes[0]}")
 start_ray "${nodes[0]}" --head --port="$port" --include-dashboard=true --dashboard-host=127.0.0.1 \
     --dashboard-port="$dashboard"
-for _ in $(seq 120); do
-    # The server answers some seconds before it can place a job, so the proof is a job.
-    job submit --no-wait -- true >/dev/null 2>&1 && break
-    kill -0 "${started[0]}" 2>/dev/null || fail "Ray's head did not start; $IDN_RUNS/.slurm-$SLURM_JOB_ID.log says why"
+# The server answers some seconds before it can place a job, so the proof is a job.
+until job submit --no-wait -- true >/dev/null 2>&1; do
+    [ "$SECONDS" -lt 300 ] || fail "Ray's job server did not answer within five minutes"
+    kill -0 "${started[0]}" 2>/dev/null || fail "Ray's head did not start; $log says why"
     sleep 1
 done
 for node in "${nodes[@]:1}"; do start_ray "$node" --address="$head:$port"; done

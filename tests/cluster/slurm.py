@@ -123,6 +123,10 @@ def running_slurm(folder: Path) -> Iterator[Slurm]:
         assert idle, slurm.call("sinfo")
         yield slurm
     finally:
+        # Jobs outlive the daemons.
+        with contextlib.suppress(AssertionError):
+            slurm.call("scancel", "--full", f"--user={getpass.getuser()}")
+            slurm.wait(lambda: not slurm.call("squeue", "-h"), 60)
         for daemon in reversed(daemons):
             daemon.send_signal(signal.SIGTERM)
             daemon.wait(timeout=60)
