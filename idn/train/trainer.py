@@ -27,6 +27,8 @@ from idn.train.runs import checkpoint_storage
 
 # Read by Ray Train when it is imported or when a run starts.
 os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.5")
+# After a node's death Ray waits so long for a new one before it goes on with fewer workers.
+os.environ.setdefault("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "20")
 os.environ.setdefault("RAY_CHDIR_TO_TRIAL_DIR", "0")
 os.environ.setdefault("RAY_TRAIN_METRICS_ENABLED", "0")
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
@@ -40,6 +42,8 @@ from ray.train.v2._internal.execution.context import get_train_context
 
 CHECKPOINTS = "checkpoints"
 POLL = 0.25
+RESIZE = 20.0
+"""Seconds between looks for nodes that came back, where the number of workers is a range."""
 ray_train: Any = ray.train
 """Train V2, whose types checkers take for those of V1."""
 Record = dict[str, Any]
@@ -190,6 +194,7 @@ def make_trainer(config: TrainConfig, plan: Plan, relay: Any) -> Any:
             num_workers=plan.most if plan.fewest == plan.most else (plan.fewest, plan.most),
             use_gpu=plan.gpus > 0,
             resources_per_worker=resources,
+            elastic_resize_monitor_interval_s=RESIZE,
         ),
         run_config=run_config(config),
     )
