@@ -13,9 +13,10 @@ START_ITERATIONS = 10
 CONVERGED = 2e-3
 """From a random vector: rounds of so many iterations, until so little can be missing, and at most so many rounds."""
 START_ROUNDS = 8
-CHEAP_ITERATIONS = 4
-CHEAP_PRODUCT = 20_000_000
-"""A convolution of fewer operations, whose frequencies hardly mix, takes several iterations: they cost little."""
+FEW_CHANNELS = 16
+CROWDED_ITERATIONS = 8
+"""A convolution of few channels has a singular value for each frequency, many of them near the largest: it takes
+more iterations, which cost little."""
 
 
 class SpectralLayer(nn.Module):
@@ -107,9 +108,8 @@ class SpectralLayer(nn.Module):
         """Follows the weight's largest singular value; to be called after every change of the weight."""
         weight = self.weight.detach()
         if iterations is None:
-            pixels = self.v[0, 0].numel()
-            cheap = pixels > 1 and 2 * weight.numel() * pixels < CHEAP_PRODUCT
-            iterations = CHEAP_ITERATIONS if cheap else 1
+            crowded = self.v[0, 0].numel() > 1 and self.v.shape[1] <= FEW_CHANNELS
+            iterations = CROWDED_ITERATIONS if crowded else 1
         # Squares of huge or tiny weights leave the range of fp32, so the largest entry is made 1.
         largest = weight.abs().amax().clamp_min(torch.finfo(weight.dtype).tiny)
         self.moved.copy_(torch.linalg.vector_norm((weight - self.previous) / largest))
