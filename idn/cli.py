@@ -25,6 +25,7 @@ COMMANDS = {
     "data prepare": ("idn.data.commands:prepare", "get a dataset, verify it, write shards"),
     "data info": ("idn.data.commands:info", "describe shards"),
     "data verify": ("idn.data.commands:verify", "check shards byte by byte"),
+    "bench": ("idn.bench:bench", "speed and memory beside plain automatic differentiation"),
     "bench data": ("idn.data.commands:bench", "compare the stream's speed with stock loaders"),
 }
 """Name -> (module:function, one line of help). Modules are imported only when their command is called."""
