@@ -91,7 +91,7 @@ def main(dataset: str = "cifar10-sample", size: str = "tiny", batch: int = 32, s
 
     base = preset(dataset, size=size)
     config = dataclasses.replace(base, data=dataclasses.replace(base.data, batch=batch, loaders=0))
-    with trainer.cluster(config), tempfile.TemporaryDirectory() as folder:
+    with trainer.cluster(config.cluster.address), tempfile.TemporaryDirectory() as folder:
         relay = ray.remote(num_cpus=0)(trainer.Relay).remote()
         run: Any = ray.train.torch.TorchTrainer(
             compare,
