@@ -69,6 +69,9 @@ def cluster(wanted: str | None) -> Iterator[None]:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **options)
     except (OSError, ValueError, RuntimeError) as error:
         raise UserError(f"--address {address}: no Ray cluster answers there ({first_line(error)})") from error
+    except Exception as error:
+        # Ray has no type of its own for a start that took too long, as on a machine that is busy beyond measure.
+        raise TrainingFailed(f"Ray did not start: {first_line(error)}") from error
     try:
         yield
     finally:
