@@ -74,3 +74,11 @@ results +runs: _env
     @for run in {{ runs }}; do idn eval $run && idn plot $run && idn sample $run && idn reconstruct $run \
         && idn interpolate $run && idn collect $run --out results || exit 1; done
     @idn report results
+
+# Tests with several Ray nodes, lost ones among them, and with Slurm where it is installed (minutes)
+test-cluster *args: _env
+    @pytest -s -m 'cluster or slurm' tests/cluster {{ args }}
+
+# Throughput of 2 workers against 1, measured and predicted
+bench-scaling *options: _env
+    @python -m tests.cluster.bench_scaling {{ options }}
