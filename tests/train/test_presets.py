@@ -1,5 +1,6 @@
 """Two real steps of every preset of the paper, full sizes included: `just test-presets`."""
 
+import math
 from typing import Any
 
 import pytest
@@ -44,4 +45,6 @@ def check(found: dict[str, dict[int, float]], count: int) -> None:
     assert len(found) == count
     for name, losses in found.items():
         assert sorted(losses) == [1, 2], name
-        assert all(0 < loss < 50 for loss in losses.values()), (name, losses)
+        assert 0 < losses[1] < 10, (name, losses)
+        # ActNorm starts from two images here, so that the next two look unlikely; not finite they must not be.
+        assert math.isfinite(losses[2]), (name, losses)
