@@ -56,7 +56,7 @@ def train(argv: list[str]) -> int:
 def launch(config: TrainConfig) -> int:
     """Checks, runs, sums up. Everything that can be refused is refused before a worker starts."""
     from idn.data import toy
-    from idn.train import runs, summary, trainer
+    from idn.train import runs, storage, summary, trainer
     from idn.train.data import require_data
     from idn.train.engine import deepspeed_config
     from idn.train.feed import is_toy
@@ -77,20 +77,23 @@ def launch(config: TrainConfig) -> int:
         bar.update(record)
 
     try:
-        with trainer.cluster(config.cluster.address):
-            plan = trainer.plan(config, bar.note)
-            runs.record(config)
-            outcome = trainer.run(config, plan, on_record, bar.note)
-        if outcome["finished"]:
-            monitor.finish(outcome)
-    except trainer.TrainingFailed as error:
-        if "--debug" in sys.argv:
+        try:
+            with trainer.cluster(config.cluster.address):
+                plan = trainer.plan(config, bar.note)
+                runs.record(config)
+                outcome = trainer.run(config, plan, on_record, bar.note)
+            if outcome["finished"]:
+                monitor.finish(outcome)
+        finally:
+            bar.close()
+            monitor.close()
+    except (trainer.TrainingFailed, OSError) as error:
+        # The driver's own files, metrics and pictures, may be what has no room.
+        words = storage.refusal(error) if isinstance(error, OSError) else None
+        if "--debug" in sys.argv or (isinstance(error, OSError) and words is None):
             raise
-        print(f"idn: training failed: {error}", file=sys.stderr)
+        print(f"idn: training failed: {storage.advice(words, str(folder)) if words else error}", file=sys.stderr)
         return 1
-    finally:
-        bar.close()
-        monitor.close()
     trainer.prepare_storage(config)
     if not outcome["finished"]:
         print(summary.stopped(outcome, folder))

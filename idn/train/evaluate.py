@@ -24,7 +24,7 @@ def sums_on_ray(
         gpus = 1 if ray.cluster_resources().get("GPU") else 0
         state = ray.put({name: tensor.cpu().numpy() for name, tensor in flow.state_dict().items()})
         task: Any = ray.remote(num_cpus=1, num_gpus=gpus, num_returns="streaming")(score_share)
-        settings = {"config": flow.config.to_dict(), "split": vars(split), "data": trainer.data_root()}
+        settings = {"config": flow.config.to_dict(), "split": vars(split), "environment": trainer.environment()}
         waiting: list[Any] = [task.remote(settings, state, passes, exact, rank, workers) for rank in range(workers)]
         while waiting:
             first: Any = ray.wait(waiting, num_returns=1)[0][0]
@@ -42,7 +42,7 @@ def score_share(
     settings: dict[str, Any], state: dict[str, Any], passes: int, exact: bool, rank: int, workers: int
 ) -> Iterator[Any]:
     """What Ray runs in every worker."""
-    os.environ["IDN_DATA"] = settings["data"]
+    os.environ.update(settings["environment"])
     flow = Flow(FlowConfig.from_dict(settings["config"]), converge=False)
     flow.load_state_dict({name: torch.from_numpy(array.copy()) for name, array in state.items()})
     flow.eval().to("cuda" if torch.cuda.is_available() else "cpu")

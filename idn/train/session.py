@@ -18,6 +18,7 @@ from idn.train.ema import AveragedWeights
 from idn.train.engine import Engine
 from idn.train.feed import Feed
 from idn.train.group import Group
+from idn.train.ledger import Ledger
 from idn.train.scaling import LossScale
 from idn.train.watch import FiniteWatch
 
@@ -38,6 +39,7 @@ class Session:
     steps: int
     attempt: str
     cost: Cost
+    ledger: Ledger
 
     @property
     def flow(self) -> Flow:
@@ -73,7 +75,8 @@ def open_session(config: TrainConfig, group: Group, filesystem: pyarrow.fs.FileS
     flow.gradient_scale = scale.value
     steps = total_steps(config, feed.steps_per_epoch)
     attempt = group.from_first(uuid.uuid4().hex[:6]) or ""
-    return Session(config, group, feed, engine, ema, watch, scale, snapshots, progress, steps, attempt, cost)
+    ledger = Ledger(attempt, group.rank)
+    return Session(config, group, feed, engine, ema, watch, scale, snapshots, progress, steps, attempt, cost, ledger)
 
 
 def prepare_flow(config: TrainConfig, group: Group, restored: Restored | None) -> Flow:

@@ -19,11 +19,12 @@ import torch
 
 import idn
 from idn.errors import UserError
-from idn.train import checkpoint, session, worker
+from idn.train import checkpoint, ledger, session, worker
 from idn.train.config import TrainConfig
 from idn.train.group import Group
 from idn.train.placement import Plan, fit
 from idn.train.runs import checkpoint_storage
+from idn.train.storage import advice, refusal
 
 # Read by Ray Train when it is imported or when a run starts.
 os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.5")
@@ -39,6 +40,8 @@ import ray.train
 import ray.train.torch
 from ray.train.v2._internal.execution.callback import WorkerCallback
 from ray.train.v2._internal.execution.context import get_train_context
+
+from idn.train.recovery import FreshNodes, take_over
 
 CHECKPOINTS = "checkpoints"
 POLL = 0.25
@@ -189,9 +192,10 @@ class SignalWatch:
 def make_trainer(config: TrainConfig, plan: Plan, relay: Any) -> Any:
     """Our settings in Ray Train's words."""
     resources = {"CPU": plan.cpus} | ({"GPU": plan.gpus} if plan.gpus else {})
-    return ray_train.torch.TorchTrainer(
+    settings = {"config": config.to_dict(), "relay": relay, "versions": versions(), "environment": environment()}
+    trainer = ray_train.torch.TorchTrainer(
         worker_main,
-        train_loop_config={"config": config.to_dict(), "relay": relay, "versions": versions(), "data": data_root()},
+        train_loop_config=settings,
         torch_config=ray_train.torch.TorchConfig(backend="nccl" if plan.gpus else "gloo"),
         scaling_config=ray_train.ScalingConfig(
             num_workers=plan.most if plan.fewest == plan.most else (plan.fewest, plan.most),
@@ -201,6 +205,8 @@ def make_trainer(config: TrainConfig, plan: Plan, relay: Any) -> Any:
         ),
         run_config=run_config(config),
     )
+    take_over(trainer, checkpoint_storage(config))
+    return trainer
 
 
 def run_config(config: TrainConfig) -> Any:
@@ -210,7 +216,7 @@ def run_config(config: TrainConfig) -> Any:
         storage_path=checkpoint_storage(config),
         failure_config=ray_train.FailureConfig(max_failures=config.cluster.max_failures),
         checkpoint_config=ray_train.CheckpointConfig(num_to_keep=config.saving.keep),
-        callbacks=[CatchTerm()],
+        callbacks=[CatchTerm(), FreshNodes()],
         logging_config=ray_train.LoggingConfig(log_level="ERROR"),
     )
 
@@ -234,10 +240,14 @@ def versions() -> dict[str, str]:
     return {"idn": idn.__version__, "torch": torch.__version__, "ray": ray.__version__}
 
 
-def data_root() -> str:
+def environment() -> dict[str, str]:
+    """The driver's folders, which are the workers' too."""
     from idn.data.locate import data_root
 
-    return str(Path(data_root()).absolute())
+    folders = {"IDN_DATA": str(data_root())}
+    if chosen := os.environ.get(ledger.VARIABLE):
+        folders[ledger.VARIABLE] = chosen
+    return {name: str(Path(folder).absolute()) for name, folder in folders.items()}
 
 
 def first_line(error: BaseException) -> str:
@@ -287,6 +297,12 @@ class RayPort:
         def upload(_: Any, name: str) -> Any:
             try:
                 return ray_train.Checkpoint(checkpoint.write(snapshot, filesystem, folder, name), filesystem)
+            except Exception as error:
+                # Anything else, such as a network that fails, may be gone when Ray starts the workers again.
+                if words := refusal(error):
+                    at = f"step {snapshot.progress.step}, rank {self._rank}: no checkpoint"
+                    ray.get(self._relay.fail.remote(f"{at}, {advice(words, folder)}"))
+                raise
             finally:
                 self._written.set()
 
@@ -319,7 +335,7 @@ def worker_main(settings: Record) -> Record:
     rank = context.get_world_rank()
     try:
         check_versions(settings["versions"])
-        os.environ["IDN_DATA"] = settings["data"]
+        os.environ.update(settings["environment"])
         config = TrainConfig.from_dict(settings["config"])
         group = Group(rank, context.get_world_size(), ray_train.torch.get_device())
         port = RayPort(relay, rank)

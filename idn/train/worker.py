@@ -108,6 +108,7 @@ def train_step(session: Session, stop_wanted: Callable[[], int]) -> StepResult:
     with engine.gathered():
         session.flow.update_norms()
         session.ema.update(session.flow)
+    session.ledger.note(step, share)
     return StepResult(log_pz, logdet, norm, False, stop)
 
 
