@@ -71,6 +71,7 @@ def launch(config: TrainConfig) -> int:
     trainer.prepare_storage(config)
     bar = ProgressBar("nats" if is_toy(config) else "bits/dim")
     monitor = Monitor(config, folder)
+    storage.hush_threads()
 
     def on_record(record: dict[str, Any]) -> None:
         monitor.write(record)

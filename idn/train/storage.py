@@ -2,6 +2,8 @@
 
 import errno
 import os
+import sys
+import threading
 
 REFUSALS = tuple(os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT, errno.EROFS))
 
@@ -30,3 +32,13 @@ def advice(words: str, place: str) -> str:
         f"{words}: {place}; {mend} or choose another folder. "
         "The newest whole checkpoint stays, and the same command goes on from it"
     )
+
+
+def hush_threads() -> None:
+    """TensorBoard's writer thread prints what it then hands on to its caller: once is enough where storage is full."""
+
+    def hook(failed: threading.ExceptHookArgs) -> None:
+        if refusal(failed.exc_value) is None:
+            sys.__excepthook__(failed.exc_type, failed.exc_value or failed.exc_type(), failed.exc_traceback)
+
+    threading.excepthook = hook

@@ -160,7 +160,11 @@ def run(config: TrainConfig, plan: Plan, on_record: Callable[[Record], None], no
     if fatal:
         raise UserError(fatal) if not fatal.startswith("step ") else TrainingFailed(fatal)
     if failure:
-        raise TrainingFailed(first_line(failure[0])) from failure[0]
+        # Ray keeps an index beside the checkpoints and may be the first to find that it cannot be written.
+        words = refusal(failure[0])
+        place = f"{checkpoint_storage(config)}/{CHECKPOINTS}"
+        told = f"no checkpoint, {advice(words, place)}" if words else first_line(failure[0])
+        raise TrainingFailed(told) from failure[0]
     return outcome[0] | {"signal": signals.caught}
 
 
