@@ -16,6 +16,14 @@ class Group:
     rank: int
     workers: int
     device: torch.device
+    node: int = 0
+    """This worker's machine among the run's machines."""
+    local_rank: int = 0
+    """This worker among those of its machine."""
+
+    def places(self) -> list[tuple[int, int]]:
+        """Machine and local rank of every rank."""
+        return [(int(node), int(local)) for node, local in self.gather([self.node, self.local_rank])]
 
     def gather(self, numbers: list[float]) -> list[list[float]]:
         """Every rank's numbers, in rank order; exact for integers below 2**53."""

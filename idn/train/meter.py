@@ -30,10 +30,11 @@ class Meter:
         self._since = time.perf_counter()
 
     def facts(self) -> dict[str, Any]:
-        """What does not change during the run."""
+        """What does not change until workers start anew. All ranks take part."""
         return {
             "parameters": self.session.cost.parameters,
             "workers": self.session.group.workers,
+            "places": self.session.group.places(),
             "flops_per_sample": self._flops,
             "peak_flops": self._peak * self.session.group.workers,
         }

@@ -31,7 +31,8 @@ class ProgressBar:
         """Take a worker's record."""
         kind = record["kind"]
         if kind == "start":
-            self._start(record["step"], record["steps"], record["workers"])
+            nodes = len({node for node, _ in record["places"]})
+            self._start(record["step"], record["steps"], count(record["workers"], "worker") + on_nodes(nodes))
         elif kind in ("metrics", "alive"):
             self._advance(record["step"], record["value"], record["rate"])
         elif kind == "validation":
@@ -46,11 +47,10 @@ class ProgressBar:
             self._bar.close()
             self._bar = None
 
-    def _start(self, step: int, steps: int, workers: int) -> None:
+    def _start(self, step: int, steps: int, workers: str) -> None:
         self.close()
         self._steps, self._first, self._began = steps, step, time.monotonic()
-        word = "worker" if workers == 1 else "workers"
-        self.note(f"{workers} {word}, " + (f"resuming at step {step:,} of {steps:,}" if step else f"{steps:,} steps"))
+        self.note(f"{workers}, " + (f"resuming at step {step:,} of {steps:,}" if step else f"{steps:,} steps"))
         if sys.stderr.isatty():
             self._bar = tqdm(total=steps, initial=step, unit="step", dynamic_ncols=True, file=sys.stderr)
 
@@ -65,6 +65,19 @@ class ProgressBar:
             self._last_line = now
             left = (now - self._began) / max(step - self._first, 1) * (self._steps - step)
             print(f"step {step:,}/{self._steps:,}: {text}, {duration(left)} left", file=sys.stderr, flush=True)
+
+
+def count(number: int, word: str) -> str:
+    """
+    >>> count(1, "worker"), count(2, "worker")
+    ('1 worker', '2 workers')
+    """
+    return f"{number} {word}{'s' * (number != 1)}"
+
+
+def on_nodes(number: int) -> str:
+    """Nothing to say about a single machine."""
+    return f" on {number} nodes" if number > 1 else ""
 
 
 def duration(seconds: float) -> str:

@@ -31,7 +31,7 @@ def test_a_run_outlives_its_nodes_and_its_driver(nodes: Nodes) -> None:
     def saved_twice_more() -> bool:
         return nodes.last("fire", "saved")["step"] >= nodes.last("fire", "start")["step"] + 10
 
-    words = ("--name", "fire", "--workers", "1:3", "--steps", "100000")
+    words = ("--name", "fire", "--workers", "1:3", "--zero", "2", "--steps", "100000")
     process = nodes.start(*words)
     nodes.wait(lambda: trains_on(3, 0) and saved_twice_more(), process)
 

@@ -23,7 +23,7 @@ def record(step: int, value: float = 3.0) -> dict[str, Any]:
 
 
 def start(step: int) -> dict[str, Any]:
-    return {"kind": "start", "step": step, "steps": 10, "workers": 2}
+    return {"kind": "start", "step": step, "steps": 10, "workers": 2, "places": [[0, 0], [0, 1]]}
 
 
 def test_steps_done_again_replace_the_lost_ones(tmp_path: Path) -> None:
