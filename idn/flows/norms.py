@@ -23,7 +23,7 @@ Operator = Callable[[Tensor], Tensor]
 
 
 class TopSingular(NamedTuple):
-    """Per operator: |u| = |v| = 1 with A v = sigma u, the share of sigma that may be missing, and what to go on from."""
+    """Per operator: |u| = |v| = 1 with A v = sigma u, the share that sigma may miss, and what to go on from."""
 
     u: Tensor
     v: Tensor
