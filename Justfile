@@ -66,7 +66,8 @@ table1 *options: _env
 # Three small models at an equal number of parameters on real images, two seeds each
 compare-tiny dataset *options: _env
     @for seed in 0 1; do for model in residual idensenet idensenet-lc; do name={{ dataset }}-tiny-$model-seed$seed; \
-        idn train {{ dataset }} --model $model --size tiny --steps 1500 --batch 64 --seed $seed --name $name {{ options }} \
+        idn train {{ dataset }} --model $model --size tiny --steps 1500 --batch 64 --seed $seed --name $name \
+            --validate-every 500 --picture-every 1500 --checkpoint-every 250 {{ options }} \
         && {{ just_executable() }} results "${IDN_RUNS:-runs}/$name" || exit 1; done; done
 
 # Evaluate and draw finished runs, collect them under results/ and make the page again; e.g. just results runs/moons-*

@@ -36,11 +36,13 @@ up() {
     make_token
     # Jobs run in a copy of the working folder that Ray deletes: what they read and leave belongs here.
     export IDN_RUNS=${IDN_RUNS:-$PWD/runs} IDN_DATA=${IDN_DATA:-$PWD/data}
+    # The agent that starts jobs takes any free port: its usual one may belong to another Ray on this machine.
     nohup ray start --head --block --disable-usage-stats --node-ip-address=127.0.0.1 --port="$port" \
+        --dashboard-agent-listen-port=0 \
         --include-dashboard=true --dashboard-host=127.0.0.1 --dashboard-port="$dashboard" "$@" \
         >"$state/log" 2>&1 &
     echo $! >"$state/pid"
-    for _ in $(seq 120); do
+    while ((SECONDS < 120)); do
         running || fail "the cluster did not start; $state/log says why"
         # The server answers some seconds before it can place a job, so the proof is a job.
         if answers "$dashboard" && job --no-wait -- true >/dev/null 2>&1; then

@@ -15,7 +15,7 @@ from idn.flows.block import Block
 from idn.flows.config import FlowConfig
 from idn.flows.draws import Draws
 from idn.flows.elementary import ActNorm, FactorOut, Reduce
-from idn.flows.layers import SpectralLayer
+from idn.flows.layers import SpectralLayer, update_norms
 from idn.flows.logdet import LogdetRule
 
 PRECISIONS: dict[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -23,6 +23,8 @@ SETTLED = 2e-3
 """A singular value that may still miss more than this share gets further iterations."""
 MOVED = 0.01
 """So does that of a weight which changed by more than this share."""
+HARMLESS = 0.95
+"""A norm below this share of its bound needs neither: one iteration per step sees it come up."""
 MORE_ITERATIONS = 8
 MOST_ROUNDS = 10
 
@@ -162,20 +164,22 @@ class Flow(nn.Module):
     def update_norms(self, iterations: int | None = None) -> None:
         """Follows all largest singular values; to be called after every change of the weights."""
         layers = [layer for _, layer in self.spectral_layers()]
-        for layer in layers:
-            layer.update_norm(iterations)
+        update_norms(layers, iterations)
         # One look for all layers. Where weights moved far, another pattern may have come up: those go on anyway.
-        moved = torch.stack([layer.moved for layer in layers]).tolist()
-        for layer, share in zip(layers, moved, strict=True):
-            if share > MOVED:
-                layer.update_norm(MORE_ITERATIONS)
+        moved = [layer for layer, (harm, share, _) in self._looked_at(layers) if harm and share > MOVED]
+        update_norms(moved, MORE_ITERATIONS)
         for _ in range(MOST_ROUNDS):
-            missing = torch.stack([layer.slack for layer in layers]).tolist()
-            layers = [layer for layer, share in zip(layers, missing, strict=True) if share > SETTLED]
+            layers = [layer for layer, (harm, _, share) in self._looked_at(layers) if harm and share > SETTLED]
             if not layers:
                 return
-            for layer in layers:
-                layer.update_norm(MORE_ITERATIONS)
+            update_norms(layers, MORE_ITERATIONS)
+
+    @staticmethod
+    def _looked_at(layers: list[SpectralLayer]) -> Iterator[tuple[SpectralLayer, tuple[bool, float, float]]]:
+        """Layers with whether they could break their bound, how far they moved, and what their norm may miss."""
+        states = [torch.stack([layer.sigma, layer.moved, layer.slack]) for layer in layers]
+        for layer, (sigma, moved, slack) in zip(layers, torch.stack(states).tolist() if states else [], strict=True):
+            yield layer, (sigma * (1 + slack) > HARMLESS * layer.coeff, moved, slack)
 
     def set_precision(self, precision: str) -> None:
         """Convolutions and matrix products in fp32, bf16 or fp16; parameters, norms and sums stay fp32."""

@@ -1,10 +1,14 @@
 """Spectrally normalised layers: equation (2), ||W||_2 <= coeff < 1, for the weight that is really multiplied."""
 
 import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.grad import conv2d_weight
 
 from idn.flows.maps import Affine
 from idn.flows.norms import FOLLOWED, Operator, TopSingular, top_singular, unit
@@ -85,9 +89,7 @@ class SpectralLayer(nn.Module):
 
     def normalised(self) -> Tensor:
         """The weight before it is rounded to `precision`."""
-        apply, _ = self.operator(self.weight)
-        sigma = (self.u * apply(self.v)).sum() * (1 + self.slack)
-        weight = self.weight / torch.clamp(sigma / self.coeff, min=1)
+        weight: Tensor = _Normalised.apply(self.weight, self.u, self.v, self.coeff / (1 + self.slack), self.padding)
         return weight if self.precision is None else weight * self.shrink
 
     @torch.no_grad()
@@ -103,41 +105,109 @@ class SpectralLayer(nn.Module):
             if harmless or self.slack < CONVERGED:
                 return
 
-    @torch.no_grad()
     def update_norm(self, iterations: int | None = None) -> None:
         """Follows the weight's largest singular value; to be called after every change of the weight."""
-        weight = self.weight.detach()
-        if iterations is None:
-            crowded = self.v[0, 0].numel() > 1 and self.v.shape[1] <= FEW_CHANNELS
-            iterations = CROWDED_ITERATIONS if crowded else 1
+        update_norms([self], iterations)
+
+    @property
+    def usual_iterations(self) -> int:
+        crowded = self.v[0, 0].numel() > 1 and self.v.shape[1] <= FEW_CHANNELS
+        return CROWDED_ITERATIONS if crowded else 1
+
+
+class _Normalised(torch.autograd.Function):
+    """W / max(1, sigma / limit) with sigma = u^T W v, u and v held fixed."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, u: Tensor, v: Tensor, limit: Tensor, padding: int | None) -> Tensor:
+        image = F.linear(v, weight) if padding is None else F.conv2d(v, weight, padding=padding)
+        sigma = torch.dot(u.flatten(), image.flatten())
+        factor = limit / torch.maximum(sigma, limit)
+        ctx.save_for_backward(weight, u, v, sigma, limit, factor)
+        ctx.padding = padding
+        return weight * factor
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """The factor limit / sigma falls by itself / sigma per unit of sigma."""
+        (grad,), (weight, u, v, sigma, limit, factor) = grads, ctx.saved_tensors
+        along = (grad * weight).sum() * factor / sigma
+        u = u * torch.where(sigma > limit, -along, torch.zeros_like(along))
+        if ctx.padding is None:
+            return torch.addr(grad * factor, u[0], v[0]), None, None, None, None
+        into_sigma = conv2d_weight(v, weight.shape, u, padding=ctx.padding)
+        return into_sigma.add_(grad * factor), None, None, None, None
+
+
+@torch.no_grad()
+def update_norms(layers: Iterable[SpectralLayer], iterations: int | None = None) -> None:
+    """Follows the largest singular values of many layers, those of equal shape together."""
+    alike: dict[Any, list[SpectralLayer]] = defaultdict(list)
+    for layer in layers:
+        alike[layer.weight.shape, layer.v.shape, layer.coeff, layer.precision].append(layer)
+    for group in alike.values():
+        _Together(group).update(iterations or group[0].usual_iterations)
+
+
+class _Together:
+    """Layers of equal shape as one batch: every tensor has the layers as its first dimension."""
+
+    def __init__(self, layers: Sequence[SpectralLayer]) -> None:
+        self.layers, self.first = layers, layers[0]
+        self.weight = torch.stack([layer.weight.detach() for layer in layers])
+        self.v, self.others, self.noise = (self._buffers(name) for name in ("v", "others", "noise"))
+
+    def _buffers(self, name: str) -> Tensor:
+        return torch.stack([getattr(layer, name) for layer in self.layers])
+
+    def _write(self, name: str, values: Tensor) -> None:
+        torch._foreach_copy_([getattr(layer, name) for layer in self.layers], list(values.unbind()))
+
+    def update(self, iterations: int) -> None:
         # Squares of huge or tiny weights leave the range of fp32, so the largest entry is made 1.
-        largest = weight.abs().amax().clamp_min(torch.finfo(weight.dtype).tiny)
-        self.moved.copy_(torch.linalg.vector_norm((weight - self.previous) / largest))
-        self.moved.div_(torch.linalg.vector_norm(weight / largest).clamp_min(torch.finfo(weight.dtype).tiny))
-        self.previous.copy_(weight)
-        top = self._top(weight / largest, iterations)
-        self.u.copy_(top.u)
-        self.v.copy_(top.v)
-        self.others.copy_(top.others)
-        self.sigma.copy_(top.sigma * largest)
-        self.slack.copy_(top.missing)
-        if self.precision is not None:
-            self._fit_rounding(weight, self.precision)
+        tiny = torch.finfo(self.weight.dtype).tiny
+        largest = self.weight.flatten(1).abs().amax(1).clamp_min(tiny)
+        scaled = self.weight / self._per_layer(largest)
+        change = (self._buffers("previous") - self.weight) / self._per_layer(largest)
+        length, moved = (torch.linalg.vector_norm(w.flatten(1), dim=1) for w in (scaled, change))
+        top = self._top(scaled, iterations)
+        sigma = top.sigma * largest
+        found = {"u": top.u, "v": top.v, "others": top.others, "sigma": sigma, "slack": top.missing}
+        for name, values in found.items():
+            self._write(name, values)
+        self._write("previous", self.weight)
+        self._write("moved", moved / length.clamp_min(tiny))
+        if self.first.precision is not None:
+            self.v, self.others = top.v, top.others
+            bounded = self.weight / self._per_layer((sigma * (1 + top.missing) / self.first.coeff).clamp_min(1))
+            self._write("shrink", self._fit_rounding(bounded, self.first.precision))
+
+    def _per_layer(self, numbers: Tensor) -> Tensor:
+        return numbers.view(-1, *[1] * (self.weight.dim() - 1))
 
     def _top(self, weight: Tensor, iterations: int) -> TopSingular:
-        return top_singular(*self.operator(weight), self.v, self.others, self.noise, iterations)
+        apply, transpose = self._operator(weight)
+        return top_singular(apply, transpose, self.v, self.others, self.noise, iterations)
 
-    def _fit_rounding(self, weight: Tensor, precision: torch.dtype, rounds: int = 3) -> None:
-        """Finds a factor <= 1 for which the rounded weight obeys the bound as well."""
-        scaled = weight / torch.clamp(self.sigma * (1 + self.slack) / self.coeff, min=1)
-        shrink = torch.ones_like(self.shrink)
+    def _operator(self, weight: Tensor) -> tuple[Operator, Operator]:
+        if self.first.padding is None:
+            return lambda x: x @ weight.mT, lambda u: u @ weight
+        singly = [self.first.operator(one) for one in weight]
+        return (
+            lambda x: torch.stack([apply(one) for (apply, _), one in zip(singly, x, strict=True)]),
+            lambda u: torch.stack([transpose(one) for (_, transpose), one in zip(singly, u, strict=True)]),
+        )
+
+    def _fit_rounding(self, bounded: Tensor, precision: torch.dtype, rounds: int = 3) -> Tensor:
+        """Factors <= 1 for which the rounded weights obey the bound as well."""
+        coeff, shrink = self.first.coeff, torch.ones(len(bounded)).to(bounded)
         for _ in range(rounds):
-            rounded = (scaled * shrink).to(precision).to(weight.dtype)
+            rounded = (bounded * self._per_layer(shrink)).to(precision).to(bounded.dtype)
             norm = self._top(rounded, iterations=1).sigma
             # One unit of roundoff below: shrunk by less, a coarse entry could round up to where it was.
-            smaller = shrink * (self.coeff / norm.clamp_min(self.coeff) - torch.finfo(precision).eps / 2)
-            shrink = torch.where(norm > self.coeff * (1 + 2e-4), smaller, shrink)
-        self.shrink.copy_(shrink)
+            smaller = shrink * (coeff / norm.clamp_min(coeff) - torch.finfo(precision).eps / 2)
+            shrink = torch.where(norm > coeff * (1 + 2e-4), smaller, shrink)
+        return shrink
 
 
 def _weight_is_known(layer: nn.Module, _: object) -> None:

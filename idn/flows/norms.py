@@ -1,4 +1,4 @@
-"""The largest singular value of a linear operator, followed from step to step.
+"""The largest singular values of linear operators, followed from step to step.
 
 Plain power iteration crawls where singular values crowd, and an unconverged estimate lies below the truth, so that
 the normalised weight breaks its bound. Here three vectors are followed, and each iteration maximises |A v| over the
@@ -8,6 +8,9 @@ conjugate gradient method, LOBPCG). What may still be missing is known from the 
 The first vector is v itself. The second is at hand when it overtakes. The third is an explorer: a convolution hardly
 mixes spatial frequencies, so a pattern of another frequency can outgrow v without ever showing in v's gradient. The
 explorer climbs on its own, orthogonally to the others; when it has settled below them, it starts anew at random.
+
+Operators of equal shape are followed together: the first dimension of every tensor counts operators, the second the
+vectors of each.
 """
 
 from collections.abc import Callable
@@ -20,7 +23,7 @@ Operator = Callable[[Tensor], Tensor]
 
 
 class TopSingular(NamedTuple):
-    """|u| = |v| = 1 with A v = sigma u, the share of sigma that may be missing, and what to go on from next time."""
+    """Per operator: |u| = |v| = 1 with A v = sigma u, the share that sigma may miss, and what to go on from."""
 
     u: Tensor
     v: Tensor
@@ -37,71 +40,72 @@ INDEPENDENT = 1e-3
 """Directions with less than this left beside the others (squared) are roundoff."""
 
 
-def rows(x: Tensor) -> Tensor:
-    """Each row divided by its length; zero stays zero."""
-    return x / torch.linalg.vector_norm(x, dim=1, keepdim=True).clamp_min(torch.finfo(x.dtype).tiny)
+def units(x: Tensor) -> Tensor:
+    """Each last-dimension vector divided by its length; zero stays zero."""
+    return x / torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp_min(torch.finfo(x.dtype).tiny)
 
 
 def unit(x: Tensor) -> Tensor:
     """x / |x|, and zero for zero."""
-    return rows(x.reshape(1, -1)).view_as(x)
+    return units(x.reshape(-1)).view_as(x)
 
 
 def best_combinations(basis: Tensor, images: Tensor, count: int) -> Tensor:
     """Coefficients of the `count` orthonormal combinations of `basis` whose images are longest, longest first."""
-    size, directions = torch.linalg.eigh(basis @ basis.T)
+    size, directions = torch.linalg.eigh(basis @ basis.mT)
     scale = torch.where(size > INDEPENDENT, size.clamp_min(INDEPENDENT).rsqrt(), torch.zeros_like(size))
-    whiten = (directions * scale).T
+    whiten = (directions * scale.unsqueeze(-2)).mT
     whitened = whiten @ images
-    top = torch.linalg.eigh(whitened @ whitened.T).eigenvectors[:, -count:].flip(1)
-    return top.T @ whiten
+    top = torch.linalg.eigh(whitened @ whitened.mT).eigenvectors[..., -count:].flip(-1)
+    return top.mT @ whiten
 
 
 def top_singular(
     apply: Operator, transpose: Operator, v: Tensor, others: Tensor, noise: Tensor, iterations: int
 ) -> TopSingular:
-    """Improves v by at least one iteration.
+    """Improves every v by at least one iteration.
 
     `others` are the second vector, the explorer and the direction in which the explorer moved last; `noise` is where
     an explorer starts anew.
     """
-    tiny = torch.finfo(v.dtype).tiny
-    start = rows(torch.cat([v, others]).flatten(1))
-    shaped = apply(start.view(-1, *v.shape[1:]))
-    vectors, images = start[:FOLLOWED], shaped.flatten(1)[:FOLLOWED]
-    last, last_images = start[FOLLOWED:], shaped.flatten(1)[FOLLOWED:]
+    tiny, shape = torch.finfo(v.dtype).tiny, v.shape[2:]
+    start = units(torch.cat([v, others], 1).flatten(2))
+    shaped = apply(start.unflatten(2, shape))
+    vectors, images = start[:, :FOLLOWED], shaped.flatten(2)[:, :FOLLOWED]
+    last, last_images = start[:, FOLLOWED:], shaped.flatten(2)[:, FOLLOWED:]
 
     def gradient(vectors: Tensor, images: Tensor) -> Tensor:
-        pulled = transpose(images.view(-1, *shaped.shape[1:])).flatten(1)
-        return pulled - images.square().sum(1, keepdim=True) * vectors
+        pulled = transpose(images.unflatten(2, shaped.shape[2:])).flatten(2)
+        return pulled - images.square().sum(2, keepdim=True) * vectors
 
     for _ in range(max(iterations, 1)):
         climb = gradient(vectors, images)
-        lengths = torch.linalg.vector_norm(climb, dim=1)
-        climb = rows(climb)
-        basis = torch.cat([vectors, climb, last])
-        climb_images = apply(climb.view(-1, *v.shape[1:])).flatten(1)
-        basis_images = torch.cat([images, climb_images, last_images])
+        lengths = torch.linalg.vector_norm(climb, dim=2)
+        climb = units(climb)
+        basis = torch.cat([vectors, climb, last], 1)
+        basis_images = torch.cat([images, apply(climb.unflatten(2, shape)).flatten(2), last_images], 1)
         mix = best_combinations(basis, basis_images, count=FOLLOWED)
         moved = mix.clone()
-        moved[:, :FOLLOWED] = 0
+        moved[..., :FOLLOWED] = 0
         vectors, images, last, last_images = mix @ basis, mix @ basis_images, moved @ basis, moved @ basis_images
-        size = torch.linalg.vector_norm(last, dim=1, keepdim=True).clamp_min(tiny)
+        size = torch.linalg.vector_norm(last, dim=2, keepdim=True).clamp_min(tiny)
         last, last_images = last / size, last_images / size
 
-    vectors = rows(vectors)
-    images[:1] = apply(vectors[:1].view_as(v)).flatten(1)  # combined images carry roundoff
-    found = images.square().sum(1)
+    vectors = units(vectors)
+    first = vectors[:, :1]
+    image = apply(first.unflatten(2, shape)).flatten(2)  # combined images carry roundoff
+    found = torch.cat([image, images[:, 1:]], 1).square().sum(2)
     # An eigenvalue of A^T A lies within the gradient's length of |A v|^2.
-    missing = torch.sqrt(1 + torch.linalg.vector_norm(gradient(vectors[:1], images[:1])) / found[0].clamp_min(tiny)) - 1
-    explored = (lengths[2] < SETTLED * found[2]) & (found[2] + lengths[2] < found[1])
-    flat = noise.flatten(1)
-    explorer = torch.where(explored, rows(flat - (flat @ vectors.T) @ vectors), vectors[2:])
-    direction = torch.where(explored, torch.zeros_like(explorer), last[2:])
+    climb_left = torch.linalg.vector_norm(gradient(first, image), dim=(1, 2))
+    missing = torch.sqrt(1 + climb_left / found[:, 0].clamp_min(tiny)) - 1
+    explored = (lengths[:, 2] < SETTLED * found[:, 2]) & (found[:, 2] + lengths[:, 2] < found[:, 1])
+    explored, flat = explored[:, None, None], noise.flatten(2)
+    explorer = torch.where(explored, units(flat - (flat @ vectors.mT) @ vectors), vectors[:, 2:])
+    direction = torch.where(explored, torch.zeros_like(explorer), last[:, 2:])
     return TopSingular(
-        u=rows(images[:1]).view(1, *shaped.shape[1:]),
-        v=vectors[:1].view_as(v),
-        sigma=found[0].sqrt(),
-        missing=torch.where(found[0] > 0, missing, torch.zeros_like(missing)),
-        others=torch.cat([vectors[1:2], explorer, direction]).view_as(others),
+        u=units(image).unflatten(2, shaped.shape[2:]),
+        v=first.unflatten(2, shape),
+        sigma=found[:, 0].sqrt(),
+        missing=torch.where(found[:, 0] > 0, missing, torch.zeros_like(missing)),
+        others=torch.cat([vectors[:, 1:2], explorer, direction], 1).unflatten(2, shape),
     )

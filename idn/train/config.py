@@ -28,6 +28,8 @@ class Optimiser:
     """L2 penalty inside Adam."""
     warmup: int = 1000
     """Steps of linear warm-up."""
+    decay: Literal["none", "cosine"] = "none"
+    """How the learning rate falls to zero by the last step."""
     clip: float = 1.0
     """Largest gradient norm; 0 turns clipping off."""
     ema: float = 0.999

@@ -19,10 +19,11 @@ import torch
 
 import idn
 from idn.errors import UserError
-from idn.train import checkpoint, ledger, session, worker
+from idn.train import checkpoint, ledger, relay, session, worker
 from idn.train.config import TrainConfig
 from idn.train.group import Group
 from idn.train.placement import Plan, fit
+from idn.train.relay import Record, Relay
 from idn.train.runs import checkpoint_storage
 from idn.train.storage import advice, refusal
 
@@ -38,6 +39,8 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 import ray
 import ray.train
 import ray.train.torch
+from ray.data._internal.cluster_autoscaler.default_autoscaling_coordinator import get_or_create_autoscaling_coordinator
+from ray.train.v2._internal.callbacks.datasets import DatasetsCallback
 from ray.train.v2._internal.execution.callback import WorkerCallback
 from ray.train.v2._internal.execution.context import get_train_context
 
@@ -49,7 +52,8 @@ RESIZE = 20.0
 """Seconds between looks for nodes that came back, where the number of workers is a range."""
 ray_train: Any = ray.train
 """Train V2, whose types checkers take for those of V1."""
-Record = dict[str, Any]
+# Sent by value: by reference its process would import all of idn, and torch with it.
+ray.cloudpickle.register_pickle_by_value(relay)
 
 
 class TrainingFailed(Exception):
@@ -66,7 +70,11 @@ def cluster(wanted: str | None) -> Iterator[None]:
         yield
         return
     address = wanted or os.environ.get("RAY_ADDRESS") or "local"
-    options: dict[str, Any] = {"include_dashboard": False} if address == "local" else {}
+    options: dict[str, Any] = {}
+    if address == "local":
+        options = {"include_dashboard": False}
+        # Nobody drains the only node.
+        os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
     try:
         knock(address)
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **options)
@@ -108,36 +116,11 @@ def plan(config: TrainConfig, note: Callable[[str], None]) -> Plan:
 # --- Driver -----------------------------------------------------------------------------------------------------
 
 
-class Relay:
-    """An actor between rank 0 and the driver."""
-
-    def __init__(self) -> None:
-        self._records: list[Record] = []
-        self._stop = False
-        self._fatal: str | None = None
-
-    def put(self, record: Record) -> bool:
-        self._records.append(record)
-        return self._stop
-
-    def take(self) -> list[Record]:
-        records, self._records = self._records, []
-        return records
-
-    def stop(self) -> None:
-        self._stop = True
-
-    def fail(self, message: str) -> None:
-        self._fatal = self._fatal or message
-
-    def fatal(self) -> str | None:
-        return self._fatal
-
-
 def run(config: TrainConfig, plan: Plan, on_record: Callable[[Record], None], note: Callable[[str], None]) -> Record:
     """Trains and returns rank 0's last word; signals ask for a checkpoint and an early end."""
-    relay: Any = ray.remote(num_cpus=0)(Relay).remote()
-    trainer = make_trainer(config, plan, relay)
+    post: Any = ray.remote(num_cpus=0)(Relay).remote()
+    get_or_create_autoscaling_coordinator()  # Ray Train would wait for this one later on
+    trainer = make_trainer(config, plan, post)
     outcome: list[Record] = []
     failure: list[BaseException] = []
 
@@ -148,15 +131,15 @@ def run(config: TrainConfig, plan: Plan, on_record: Callable[[Record], None], no
             failure.append(error)
 
     thread = threading.Thread(target=work, name="ray-train", daemon=True)
-    with SignalWatch(lambda: relay.stop.remote(), note) as signals:
+    with SignalWatch(lambda: post.stop.remote(), note) as signals:
         thread.start()
         while thread.is_alive():
             thread.join(POLL)
-            for record in ray.get(relay.take.remote()):
+            for record in ray.get(post.take.remote()):
                 on_record(record)
-    for record in ray.get(relay.take.remote()):
+    for record in ray.get(post.take.remote()):
         on_record(record)
-    fatal: str | None = ray.get(relay.fatal.remote()) or (outcome[0].get("error") if outcome else None)
+    fatal: str | None = ray.get(post.fatal.remote()) or (outcome[0].get("error") if outcome else None)
     if fatal:
         raise UserError(fatal) if not fatal.startswith("step ") else TrainingFailed(fatal)
     if failure:
@@ -193,11 +176,19 @@ class SignalWatch:
         self._stop()
 
 
+class Trainer(ray_train.torch.TorchTrainer):  # type: ignore[misc]
+    """Ray Train without Ray Data, whose manager would take seconds to start."""
+
+    def _create_default_callbacks(self) -> list[Any]:
+        callbacks: list[Any] = super()._create_default_callbacks()
+        return [callback for callback in callbacks if not isinstance(callback, DatasetsCallback)]
+
+
 def make_trainer(config: TrainConfig, plan: Plan, relay: Any) -> Any:
     """Our settings in Ray Train's words."""
     resources = {"CPU": plan.cpus} | ({"GPU": plan.gpus} if plan.gpus else {})
     settings = {"config": config.to_dict(), "relay": relay, "versions": versions(), "environment": environment()}
-    trainer = ray_train.torch.TorchTrainer(
+    trainer = Trainer(
         worker_main,
         train_loop_config=settings,
         torch_config=ray_train.torch.TorchConfig(backend="nccl" if plan.gpus else "gloo"),

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from idn.train.checkpoint import Snapshot, checkpoint_name
+from idn.train.config import Optimiser
 from idn.train.group import replicated
 from idn.train.meter import Meter
 from idn.train.session import Session
@@ -100,7 +101,7 @@ def train_step(session: Session, stop_wanted: Callable[[], int]) -> StepResult:
         engine.discard()
         session.flow.gradient_scale = session.scale.value
         return StepResult(log_pz, logdet, math.inf, True, stop)
-    norm = engine.update(*learning_rates(session))
+    norm = engine.update(*learning_rates(session.config.optimiser, step, session.steps))
     session.progress.updates += 1
     session.scale.good()
     if session.scale.on:
@@ -118,11 +119,12 @@ def loss_factor(session: Session) -> float:
     return 1.0 if flow.config.logit_alpha is None else 1 / (flow.dims * math.log(2))
 
 
-def learning_rates(session: Session) -> tuple[float, float]:
+def learning_rates(optimiser: Optimiser, step: int, steps: int) -> tuple[float, float]:
     """Factors of the learning rate for all weights and for the learnable concatenation, functions of the step alone."""
-    optimiser, step = session.config.optimiser, session.progress.step
-    warm = min(1.0, (step + 1) / optimiser.warmup) if optimiser.warmup else 1.0
-    return warm, 0.0 if step < optimiser.freeze_lc else warm
+    factor = min(1.0, (step + 1) / optimiser.warmup) if optimiser.warmup else 1.0
+    if optimiser.decay == "cosine":
+        factor *= 0.5 * (1 + math.cos(math.pi * step / steps))
+    return factor, 0.0 if step < optimiser.freeze_lc else factor
 
 
 def explain(session: Session, step: int, rank: int, index: int, is_gradient: bool) -> str:

@@ -21,7 +21,7 @@ def perturb(module: torch.nn.Module, seed: int = 0, size: float = 0.2) -> None:
 
 
 def small_image_flow(model: str, dtype: torch.dtype = torch.float64, **overrides) -> Flow:
-    settings = SMALL | {"shape": (2, 8, 8), "blocks": (1, 1)} | overrides
+    settings = SMALL | {"shape": (2, 8, 8), "blocks": (1, 1), "squeeze_first": False} | overrides
     return ready(idn.build("cifar10", model, "tiny", **settings), dtype)
 
 

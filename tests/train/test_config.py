@@ -10,13 +10,14 @@ import pytest
 from idn.errors import UserError
 from idn.flows.build import MODELS
 from idn.train.commands import parse, train
-from idn.train.config import TrainConfig, validate
+from idn.train.config import Optimiser, TrainConfig, validate
 from idn.train.engine import deepspeed_config
 from idn.train.placement import Plan, fit
 from idn.train.presets import PAPER_DATASETS, PRESETS, preset
 from idn.train.runs import check_same, checkpoint_storage, claim, record
 from idn.train.scaling import PATIENCE, LossScale
 from idn.train.session import total_steps
+from idn.train.worker import learning_rates
 
 
 def every_preset() -> list[tuple[str, str, str]]:
@@ -180,3 +181,13 @@ def test_the_loss_scale_halves_on_overflow_and_grows_again() -> None:
         pass
     assert scale.value == 1
     assert not LossScale.start("bf16").overflow() and math.isfinite(LossScale.start("fp32").value)
+
+
+def test_the_learning_rate_warms_up_and_decays() -> None:
+    warm = Optimiser(warmup=10, freeze_lc=5)
+    assert learning_rates(warm, 4, 100) == (0.5, 0.0)
+    assert learning_rates(warm, 99, 100) == (1.0, 1.0)
+    cosine = Optimiser(warmup=0, decay="cosine")
+    factors = [learning_rates(cosine, step, 100)[0] for step in range(100)]
+    assert factors[0] == 1.0 and factors[50] == pytest.approx(0.5) and 0 < factors[-1] < 1e-3
+    assert factors == sorted(factors, reverse=True)

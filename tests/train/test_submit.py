@@ -20,8 +20,8 @@ def free_port() -> int:
 
 
 @pytest.fixture(scope="module")
-def head(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A cluster by cluster/local.sh on free ports, with a token of its own."""
+def head(cluster: str, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A cluster by cluster/local.sh on free ports, with a token of its own, beside another Ray on this machine."""
     folder = tmp_path_factory.mktemp("head")
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | {
         "PATH": f"{REPO / '.venv' / 'bin'}:{os.environ['PATH']}",
