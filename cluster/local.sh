@@ -6,6 +6,8 @@ cd "$(dirname "$0")/.."
 state=${IDN_CLUSTER_STATE:-${TMPDIR:-/tmp}/idn-cluster-$(id -u)}
 port=${IDN_CLUSTER_PORT:-6379} dashboard=${IDN_DASHBOARD_PORT:-8265}
 export RAY_AUTH_MODE=token
+# Ray's switch for systems without clusters: with it 127.0.0.1 stays 127.0.0.1 instead of becoming all interfaces.
+export RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0
 
 fail() {
     echo "idn: error: $*" >&2

@@ -11,7 +11,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,7 @@ from ray.train.v2._internal.callbacks.datasets import DatasetsCallback
 from ray.train.v2._internal.execution.callback import WorkerCallback
 from ray.train.v2._internal.execution.context import get_train_context
 
+from idn.train.loopback import loopback_only
 from idn.train.recovery import FreshNodes, take_over
 
 CHECKPOINTS = "checkpoints"
@@ -75,18 +76,19 @@ def cluster(wanted: str | None) -> Iterator[None]:
         options = {"include_dashboard": False}
         # Nobody drains the only node.
         os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
-    try:
-        knock(address)
-        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **options)
-    except (OSError, ValueError, RuntimeError) as error:
-        raise UserError(f"--address {address}: no Ray cluster answers there ({first_line(error)})") from error
-    except Exception as error:
-        # Ray has no type of its own for a start that took too long, as on a machine that is busy beyond measure.
-        raise TrainingFailed(f"Ray did not start: {first_line(error)}") from error
-    try:
-        yield
-    finally:
-        ray.shutdown()
+    with loopback_only() if address == "local" else nullcontext():
+        try:
+            knock(address)
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **options)
+        except (OSError, ValueError, RuntimeError) as error:
+            raise UserError(f"--address {address}: no Ray cluster answers there ({first_line(error)})") from error
+        except Exception as error:
+            # Ray has no type of its own for a start that took too long, as on a machine that is busy beyond measure.
+            raise TrainingFailed(f"Ray did not start: {first_line(error)}") from error
+        try:
+            yield
+        finally:
+            ray.shutdown()
 
 
 def knock(address: str) -> None:
