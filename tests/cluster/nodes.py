@@ -33,7 +33,7 @@ class Nodes:
         self.runs, self._network, self._made = runs, network, 0
         self._drivers: list[subprocess.Popen[str]] = []
         # Ray would run workers at the lowest priority, where other work on the machine starves them.
-        os.environ["RAY_worker_niceness"] = "0"
+        os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112
         self.cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "node_ip_address": self._address()})
         self.members = [self.join() for _ in range(count)]
 
