@@ -78,8 +78,7 @@ def serve(job: Job, connection: Connection) -> None:
     clock = time.process_time if job.clock == "cpu" else time.perf_counter
     if job.ours:
         keep_freed_memory()
-        # On a few hundred points of the plane, calling a kernel takes longer than its work.
-        fuse(job.dataset != "moons")
+        fuse(True)
     bare, _ = resident()
     forget_peak()
     flow = trained_like(job)

@@ -116,10 +116,11 @@ class LipSwish(Map):
         return (x * torch.sigmoid(self.beta.to(x.dtype) * x)) / self.divisor
 
     def run(self, rows: Tensor, n: int) -> Run:
-        out, slope = lipswish_rows(rows, n, self.beta, self.divisor)
+        beta = self.beta.detach()
+        out, slope = lipswish_rows(rows, n, beta, self.divisor)
 
         def back(grad: Tensor) -> tuple[Tensor, Gradients]:
-            into, into_beta = lipswish_rows_back(rows, grad, n, self.beta, self.divisor)
+            into, into_beta = lipswish_rows_back(rows, grad, n, beta, self.divisor)
             return into, [into_beta.view_as(self.beta)]
 
         return Run(out, lambda u: per_point(u, slope), back)

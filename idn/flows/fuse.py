@@ -6,12 +6,18 @@ Compiling takes some seconds per process, so short runs do without. It is the sa
 import logging
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
+from torch import Tensor
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+WORTHWHILE = 2**16
+"""Numbers in the first argument; on fewer, calling a kernel takes longer than its work."""
+VARIANTS = 32
+"""Most variants of a kernel: layouts, precisions, with tangents or without."""
 
 _on = False
 
@@ -23,13 +29,13 @@ def fuse(on: bool) -> None:
 
 
 def fused(function: Callable[P, R]) -> Callable[P, R]:
-    """The function itself, or its compiled form while `fuse` is on; without a compiler it stays as it is."""
+    """The function itself, or while `fuse` is on its compiled form for large tensors, if there is a compiler."""
     compiled: Callable[P, R] | None = None
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         nonlocal compiled
-        if not _on:
+        if not _on or cast(Tensor, args[0]).numel() < WORTHWHILE:
             return function(*args, **kwargs)
         if compiled is None:
             compiled = _compiled(function)
@@ -48,12 +54,15 @@ def _compiled(function: Callable[P, R]) -> Callable[P, R]:
 
     # A pool of compiling processes would cost more than these few kernels.
     settings.compile_threads = 1
+    torch._dynamo.config.recompile_limit = VARIANTS
+    # As many channels as pixels in a row is chance, not a kernel of its own.
+    torch.fx.experimental._config.use_duck_shape = False
     return torch.compile(function, dynamic=True, fullgraph=True)
 
 
 def _no_compiler() -> tuple[type[Exception], ...]:
-    from torch._dynamo.exc import BackendCompilerFailed
+    from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit
     from torch._inductor.exc import InductorError
 
-    kinds: tuple[Any, ...] = (BackendCompilerFailed, InductorError)
+    kinds: tuple[Any, ...] = (BackendCompilerFailed, FailOnRecompileLimitHit, InductorError)
     return kinds

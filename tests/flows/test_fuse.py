@@ -8,13 +8,15 @@ import sys
 import pytest
 import torch
 
+import idn.flows.fuse
 from idn.flows.draws import Draws
 from idn.flows.fuse import fuse, fused
 from tests.flows.helpers import data_for, small_image_flow
 
 
 @pytest.fixture
-def compiled():
+def compiled(monkeypatch):
+    monkeypatch.setattr(idn.flows.fuse, "WORTHWHILE", 0)
     fuse(True)
     yield
     fuse(False)
@@ -53,7 +55,7 @@ def test_without_a_compiler_the_flow_works_and_says_so(tmp_path):
         "import logging, torch; logging.basicConfig()\n"
         "from idn.flows.fuse import fuse\n"
         "from idn.flows.activations import lipswish_rows\n"
-        "x, beta = torch.randn(4, 3), torch.ones(1)\n"
+        "x, beta = torch.randn(4, 3, 100, 100), torch.ones(1)\n"
         "plain = lipswish_rows(x, 2, beta, 1.1)\n"
         "fuse(True)\n"
         "assert torch.equal(lipswish_rows(x, 2, beta, 1.1)[0], plain[0])\n"
