@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from idn.errors import UserError
+from idn.flows.fuse import fused
 from idn.flows.maps import Chain, Gradients, Map, Run, per_point
 
 LIPSWISH_SLOPE = 1.1
@@ -115,25 +116,30 @@ class LipSwish(Map):
         return (x * torch.sigmoid(self.beta.to(x.dtype) * x)) / self.divisor
 
     def run(self, rows: Tensor, n: int) -> Run:
-        out = torch.empty_like(rows)
-        value, slope = lipswish(wide(rows[:n]), self.beta, self.divisor)
-        out[:n] = value
-        slope = slope.to(rows.dtype)
-        if len(rows) > n:
-            out[n:] = per_point(rows[n:], slope)
+        out, slope = lipswish_rows(rows, n, self.beta, self.divisor)
 
         def back(grad: Tensor) -> tuple[Tensor, Gradients]:
-            through = overlap(rows[n:], grad[n:], n) if len(rows) > n else None
-            into_points, slope, into_beta = lipswish_back(
-                wide(rows[:n]), wide(grad[:n]), through, self.beta, self.divisor
-            )
-            into = torch.empty_like(rows)
-            into[:n] = into_points
-            if len(rows) > n:
-                into[n:] = per_point(grad[n:], slope.to(grad.dtype))
+            into, into_beta = lipswish_rows_back(rows, grad, n, self.beta, self.divisor)
             return into, [into_beta.view_as(self.beta)]
 
         return Run(out, lambda u: per_point(u, slope), back)
+
+
+@fused
+def lipswish_rows(rows: Tensor, n: int, beta: Tensor, divisor: float) -> tuple[Tensor, Tensor]:
+    """phi of the points with phi' times the tangents, and phi'."""
+    value, slope = lipswish(wide(rows[:n]), beta, divisor)
+    value, slope = value.to(rows.dtype), slope.to(rows.dtype)
+    return (torch.cat([value, per_point(rows[n:], slope)]) if len(rows) > n else value), slope
+
+
+@fused
+def lipswish_rows_back(rows: Tensor, grad: Tensor, n: int, beta: Tensor, divisor: float) -> tuple[Tensor, Tensor]:
+    """Gradients of the rows and of beta."""
+    through = overlap(rows[n:], grad[n:], n) if len(rows) > n else None
+    into, slope, into_beta = lipswish_back(wide(rows[:n]), wide(grad[:n]), through, beta, divisor)
+    into, slope = into.to(grad.dtype), slope.to(grad.dtype)
+    return (torch.cat([into, per_point(grad[n:], slope)]) if len(rows) > n else into), into_beta
 
 
 # With q = beta x and s = sigmoid(q):  phi = x s / c,  phi' = (s + q s (1 - s)) / c,  and both phi'' = beta e and

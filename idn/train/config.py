@@ -100,6 +100,8 @@ class Engine:
     """ZeRO stage: 1 shards the optimiser, 2 also gradients, 3 also parameters."""
     deepspeed: str | None = None
     """JSON file whose settings win over the generated DeepSpeed config."""
+    compile: bool = False
+    """Compile elementwise kernels: some seconds at the start, then faster steps; without a compiler nothing changes."""
     recompute: bool = False
     """Recompute each block's activations in the backward pass to save memory."""
     deterministic: bool = False

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from idn.errors import UserError
 from idn.flows.build import IMAGES, MODELS, SIZES, TOY, make_config
-from idn.train.config import Data, Length, Optimiser, Saving, TrainConfig, Watching
+from idn.train.config import Data, Engine, Length, Optimiser, Saving, TrainConfig, Watching
 
 Preset = Callable[[str, str], TrainConfig]
 
@@ -53,6 +53,7 @@ def cifar10_4(dataset: str, model: str) -> TrainConfig:
         size="paper",
         flow=make_config(dataset, model, "paper"),
         data=Data(batch=64, flip=True, loaders=1),
+        engine=Engine(compile=True),
     )
 
 
@@ -71,6 +72,7 @@ def cifar10_tiny(dataset: str, model: str) -> TrainConfig:
         length=Length(steps=120),
         data=Data(batch=32, flip=True, limit_validation=64, limit_test=256),
         saving=Saving(checkpoint_every=40),
+        engine=Engine(),
         watching=Watching(log_every=5, validate_every=60, picture_every=60, samples=16),
     )
 

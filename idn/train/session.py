@@ -10,6 +10,7 @@ import torch
 from idn.errors import UserError
 from idn.flows.cost import Cost, flow_cost
 from idn.flows.flow import Flow
+from idn.flows.fuse import fuse
 from idn.memory import keep_freed_memory
 from idn.train import checkpoint
 from idn.train.checkpoint import Progress, Restored, Snapshotter
@@ -51,6 +52,7 @@ def open_session(config: TrainConfig, group: Group, filesystem: pyarrow.fs.FileS
     if group.device.type == "cpu":
         torch.set_num_threads(max(1, int(os.environ.get("OMP_NUM_THREADS", "1"))))
         keep_freed_memory()
+    fuse(config.engine.compile)
     path = group.from_first(checkpoint.newest(filesystem, folder) if group.rank == 0 else None)
     restored = Restored(filesystem, path) if path else None
     if restored and restored.flow.config != config.flow:
