@@ -1,8 +1,8 @@
 """Throughput of 2 workers against 1, a thread each: python -m tests.cluster.bench_scaling [--size paper --batch 16 ...]
 
-Real runs on a private Ray cluster; every worker has the same share, so that 2 workers have twice the global batch.
-Beside each measured step stands the one that `idn plan --hardware here` predicts. Runs alternate, since other work on
-the machine changes the figures; on a busy machine they say little.
+Real Ray Train workers on a private cluster; every worker has the same share, so that 2 workers have twice the global
+batch. Runs alternate and each step counts with its fastest run: steps of one number draw the same roulette lengths
+in all runs, and other work on the machine only ever adds time. On a busy machine the figures say little.
 """
 
 import dataclasses
@@ -12,19 +12,28 @@ import statistics
 import tempfile
 from typing import Any
 
+import ray.train
+import ray.train.torch
+import torch
 import tyro
 
-from idn.flows.cost import flow_cost
+from idn.flows.cost import BYTES, flow_cost
 from idn.flows.flow import Flow
 from idn.plan.hardware import calibrate
 from idn.plan.model import step_time
 from idn.train import trainer
 from idn.train.config import TrainConfig
-from idn.train.placement import Plan
 from idn.train.presets import preset
+from idn.train.session import open_session
+from idn.train.worker import train
+from tests.cluster.collectives import timed_collectives, transfer_seconds
+from tests.train.loops import LOCAL, LocalPort, group
+
+WARM = 2
+"""Steps of a run that do not count."""
 
 
-def quiet(dataset: str, size: str, batch: int, steps: int, folder: str) -> TrainConfig:
+def quiet(dataset: str, size: str, batch: int, steps: int) -> TrainConfig:
     """A preset that only trains."""
     base = preset(dataset, size=size)
     return dataclasses.replace(
@@ -32,24 +41,56 @@ def quiet(dataset: str, size: str, batch: int, steps: int, folder: str) -> Train
         data=dataclasses.replace(base.data, batch=batch, loaders=0, limit_test=2, limit_validation=2),
         length=dataclasses.replace(base.length, steps=steps),
         watching=dataclasses.replace(base.watching, log_every=1, validate_every=0, picture_every=0),
-        saving=dataclasses.replace(base.saving, runs=folder, checkpoint_every=10**9),
+        saving=dataclasses.replace(base.saving, checkpoint_every=10**9),
     )
 
 
-def measure(config: TrainConfig, workers: int) -> float:
-    """Median seconds of a step; the first ones warm up."""
-    rates: list[float] = []
+def loop(settings: dict[str, Any]) -> dict[int, dict[str, Any]]:
+    """In a worker: a short run of every ZeRO stage."""
+    torch.set_num_threads(1)
+    found = {}
+    for stage in settings["stages"]:
+        config = TrainConfig.from_dict(settings["config"])
+        config = dataclasses.replace(config, engine=dataclasses.replace(config.engine, zero=stage))
+        with tempfile.TemporaryDirectory() as folder:
+            session = open_session(config, group(), LOCAL, folder)
+            port = LocalPort(folder)
+            with timed_collectives() as traffic:
+                train(session, port)
+            session.watch.close()
+        rates = [record["rate"] for record in port.records if record["kind"] == "metrics"]
+        steps = [config.data.batch / rate for rate in rates]
+        found[stage] = {"steps": steps, "share": traffic.seconds / sum(steps), **vars(traffic)}
+        if session.group.workers > 1:
+            found[stage]["transfer"] = transfer_seconds(BYTES * session.cost.parameters)
+    return found
 
-    def note(record: dict[str, Any]) -> None:
-        if record["kind"] == "metrics":
-            rates.append(record["rate"])
 
-    trainer.run(config, Plan(workers, workers, 1, 0), note, print)
-    return config.data.batch / statistics.median(rates[3:])
+def measure(config: TrainConfig, workers: int, stages: list[int], folder: str) -> dict[int, dict[str, Any]]:
+    """Rank 0's figures."""
+    made: Any = trainer.Trainer(
+        loop,
+        train_loop_config={"config": config.to_dict(), "stages": stages},
+        torch_config=ray.train.torch.TorchConfig(backend="gloo"),
+        scaling_config=ray.train.ScalingConfig(num_workers=workers, resources_per_worker={"CPU": 1}),
+        run_config=ray.train.RunConfig(name="bench", storage_path=folder),
+    )
+    result: dict[int, dict[str, Any]] = made.fit().return_value
+    return result
+
+
+def fastest(runs: list[list[float]]) -> float:
+    """Mean over steps of each step's fastest run."""
+    return statistics.mean(min(times) for times in zip(*(run[WARM:] for run in runs), strict=True))
 
 
 def main(
-    dataset: str = "cifar10-sample", size: str = "tiny", batch: int = 16, steps: int = 30, rounds: int = 2
+    dataset: str = "cifar10-sample",
+    size: str = "tiny",
+    batch: int = 16,
+    steps: int = 14,
+    rounds: int = 2,
+    stages: tuple[int, ...] = (0, 2),
 ) -> None:
     """Measure how 2 workers scale.
 
@@ -59,21 +100,36 @@ def main(
         batch: Samples per worker and step.
         steps: Steps of a run.
         rounds: Pairs of runs.
+        stages: ZeRO stages.
     """
     os.environ["OMP_NUM_THREADS"] = "1"
-    seconds: dict[int, list[float]] = {1: [], 2: []}
-    predicted: dict[int, list[float]] = {1: [], 2: []}
-    cost = flow_cost(Flow(preset(dataset, size=size).flow, converge=False))
+    runs: dict[int, list[dict[int, dict[str, Any]]]] = {1: [], 2: []}
+    configs = {workers: quiet(dataset, size, batch * workers, steps) for workers in runs}
+    cost = flow_cost(Flow(configs[1].flow, converge=False))
+    here = calibrate(configs[1])
     with trainer.cluster("local"), tempfile.TemporaryDirectory() as folder:
         for turn in range(rounds):
-            here = calibrate(preset(dataset, size=size))
-            for workers in (1, 2):
-                config = quiet(dataset, size, batch * workers, steps, f"{folder}/{turn}-{workers}")
-                seconds[workers].append(measure(config, workers))
-                predicted[workers].append(step_time(config, cost, here, workers).total)
-    speedups = [2 * one / two for one, two in zip(seconds[1], seconds[2], strict=True)]
-    figures = {"seconds": seconds, "predicted": predicted, "speedup": statistics.median(speedups)}
-    print(json.dumps(figures | {"load": os.getloadavg()[0]}, indent=1))
+            for workers, config in configs.items():
+                runs[workers].append(measure(config, workers, list(stages), f"{folder}/{turn}-{workers}"))
+    print(
+        f"{configs[1].name}: {cost.parameters:,} parameters, {batch} samples per worker, load {os.getloadavg()[0]:.1f}"
+    )
+    for stage in stages:
+        one, two = (fastest([run[stage]["steps"] for run in runs[workers]]) for workers in (1, 2))
+        last = min((run[stage] for run in runs[2]), key=lambda run: sum(run["steps"]))
+        told = {
+            "zero": stage,
+            "step_1_worker": one,
+            "step_2_workers": two,
+            "speedup": 2 * one / two,
+            "in_collectives": last["share"],
+            "transfer": last["transfer"] / two,
+            "sent_in_backward": last["bytes_in_backward"] / max(last["bytes"], 1),
+        }
+        for workers, measured in ((1, one), (2, two)):
+            staged = dataclasses.replace(configs[workers], engine=dataclasses.replace(configs[workers].engine, zero=0))
+            told[f"plan_{workers}_over_measured"] = step_time(staged, cost, here, workers).total / measured
+        print(json.dumps({name: round(value, 4) for name, value in told.items()}, indent=1))
 
 
 if __name__ == "__main__":

@@ -29,12 +29,13 @@ PATIENCE = 600.0
 class Nodes:
     """A head that trains nothing, nodes with room for one worker each, and the drivers started on them."""
 
-    def __init__(self, network: int, count: int, runs: Path) -> None:
+    def __init__(self, network: int, count: int, runs: Path, dashboard: bool) -> None:
         self.runs, self._network, self._made = runs, network, 0
         self._drivers: list[subprocess.Popen[str]] = []
         # Ray would run workers at the lowest priority, where other work on the machine starves them.
         os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112
-        self.cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "node_ip_address": self._address()})
+        head = {"num_cpus": 0, "node_ip_address": self._address(), "include_dashboard": dashboard}
+        self.cluster = Cluster(initialize_head=True, head_node_args=head)
         self.members = [self.join() for _ in range(count)]
 
     def _address(self) -> str:
@@ -117,9 +118,12 @@ class Nodes:
 
 
 @contextlib.contextmanager
-def real_nodes(network: int, count: int, runs: Path) -> Iterator[Nodes]:
-    """Nodes for a test, ended after it; each test has a network of its own, 127.0.NETWORK."""
-    nodes = Nodes(network, count, runs)
+def real_nodes(network: int, count: int, runs: Path, dashboard: bool = False) -> Iterator[Nodes]:
+    """Nodes for a test, ended after it; each test has a network of its own, 127.0.NETWORK.
+
+    The dashboard takes seconds to start. Ray asks it which drivers are dead, to clear up after them.
+    """
+    nodes = Nodes(network, count, runs, dashboard)
     try:
         yield nodes
     finally:

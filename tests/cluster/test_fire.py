@@ -27,7 +27,7 @@ WORDS = ("--workers", "2", "--flow.growth", "8", "--flow.fc-stem", "8", "--flow.
 
 @pytest.fixture
 def nodes(tmp_path: Path) -> Iterator[Nodes]:
-    with real_nodes(50, 2, tmp_path) as made:
+    with real_nodes(50, 2, tmp_path, dashboard=True) as made:
         yield made
 
 

@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.cluster]
 
 @pytest.fixture
 def nodes(tmp_path: Path) -> Iterator[Nodes]:
-    with real_nodes(40, 3, tmp_path) as made:
+    with real_nodes(40, 3, tmp_path, dashboard=True) as made:
         yield made
 
 

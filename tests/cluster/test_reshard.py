@@ -49,5 +49,5 @@ def test_another_number_of_workers_goes_on_with_the_same_state(nodes: Nodes, zer
     found, wanted = moments(nodes.runs, name), moments(nodes.runs, "calm")
     away = {key: float((found[key] - wanted[key]).norm() / wanted[key].norm()) for key in wanted}
     print(f"\nZeRO {zero}, workers 3, 1, 2: losses within {worst:.1e} of an undisturbed run's, moments within {away}")
-    assert losses == pytest.approx(calm, rel=1e-3)
-    assert all(distance < 0.02 for distance in away.values()), away
+    assert losses == pytest.approx(calm, rel=1e-4)
+    assert all(distance < 0.002 for distance in away.values()), away

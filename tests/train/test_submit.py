@@ -1,13 +1,16 @@
 """`ray job submit` to a real local head: token required, loopback only, runs where the cluster says."""
 
+import contextlib
 import json
 import os
 import shutil
 import socket
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 REPO = Path(__file__).parents[2]
@@ -60,6 +63,38 @@ def test_a_job_trains_and_its_run_outlives_the_jobs_folder(head: Any) -> None:
     run = folder / "runs" / "moons-tiny-idensenet-lc"
     assert json.loads((run / "config.json").read_text())["length"]["steps"] == 6
     assert list(run.glob("checkpoints/step-*/flow.safetensors"))
+
+
+def test_the_cluster_listens_on_loopback_only(head: Any) -> None:
+    _, folder = head
+    ray = psutil.Process(int((folder / "state" / "pid").read_text()))
+    found = listeners(ray)
+    assert len(found) > 5
+    assert {address for address in found if not address.endswith(("127.0.0.1", "::1"))} == set()
+
+
+def listeners(process: psutil.Process) -> list[str]:
+    """Addresses on which a process and its children take connections."""
+    found = []
+    for part in [process, *process.children(recursive=True)]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found += [one.laddr.ip for one in part.net_connections("tcp") if one.status == psutil.CONN_LISTEN]
+    return found
+
+
+def test_a_private_cluster_listens_on_loopback_only() -> None:
+    code = """
+import psutil
+from idn.train import trainer
+from tests.train.test_submit import listeners
+with trainer.cluster("local"):
+    print(*listeners(psutil.Process()))
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPO, env=environment, capture_output=True, text=True)
+    found = done.stdout.split()
+    assert len(found) > 3, done.stderr
+    assert {address for address in found if not address.endswith(("127.0.0.1", "::1"))} == set()
 
 
 def test_a_job_without_the_token_is_refused(head: Any, tmp_path: Path) -> None:
