@@ -1,6 +1,5 @@
 """Log-det estimators against exact values and exact gradients, with stated confidence."""
 
-import gc
 import math
 
 import pytest
@@ -13,7 +12,7 @@ from idn.errors import UserError
 from idn.flows.draws import Draws
 from idn.flows.logdet import LogdetRule, block_logdet, exact_logdet, series_logdet
 from idn.streams import stream
-from tests.flows.helpers import data_for, small_image_flow, small_toy_flow
+from tests.flows.helpers import data_for, living_bytes, small_image_flow, small_toy_flow
 from tests.flows.test_maps import make_branch
 
 SIGMAS = 5.0
@@ -151,16 +150,11 @@ def test_memory_does_not_grow_with_the_number_of_terms():
     branch, shape = make_branch("dense conv", "lipswish")
     x, v = points(shape, 3).requires_grad_(), points(shape, 3, seed=2)
 
-    def live_bytes() -> int:
-        gc.collect()
-        tensors = [o for o in gc.get_objects() if issubclass(type(o), torch.Tensor)]
-        return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
-
     def kept(terms: int) -> int:
-        before = live_bytes()
+        before = living_bytes()
         _, logdet = series_logdet(branch(), x, v, [1.0] * terms)
         assert logdet.requires_grad
-        return live_bytes() - before
+        return living_bytes() - before
 
     few, many = kept(2), kept(40)
     assert few > 0
