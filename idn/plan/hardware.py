@@ -89,17 +89,21 @@ def calibrate(config: TrainConfig, sizes: tuple[int, int] | None = None, repeats
         noise = stream(config.seed, "calibrate")
         x = torch.rand((large, *flow.shape), generator=noise)
         flow.initialize(x)
-        adam = torch.optim.Adam(flow.parameters(), lr=1e-6)
-        seconds = dict.fromkeys((small, large), 0.0)
+        # At the run's own pace: the faster weights move, the longer power iteration takes to follow.
+        adam = torch.optim.Adam(flow.parameters(), lr=config.optimiser.lr)
+        passes, updates = dict.fromkeys((small, large), 0.0), 0.0
         for step in range(-1, repeats):
-            for size in seconds:
-                before = time.perf_counter()
+            for size in passes:
                 # The same lengths for both sizes: their difference is that of the samples alone.
-                one_step(flow, adam, x[:size], Draws(stream(config.seed, "lengths", step), noise))
-                seconds[size] += (time.perf_counter() - before) * (step >= 0)
+                draws = Draws(stream(config.seed, "lengths", step), noise)
+                forth_and_back, update = one_step(flow, adam, x[:size], draws)
+                passes[size] += forth_and_back * (step >= 0)
+                updates += update * (step >= 0)
     finally:
         torch.set_num_threads(threads)
-    per_sample = (seconds[large] - seconds[small]) / repeats / (large - small)
+    per_sample = (passes[large] - passes[small]) / repeats / (large - small)
+    # Updates cost the same for any batch, and each step another number of power iterations: the mean of all.
+    start = max(0.0, passes[small] / repeats - small * per_sample) + updates / (2 * repeats)
     return Hardware(
         name="here",
         flops={},
@@ -110,17 +114,23 @@ def calibrate(config: TrainConfig, sizes: tuple[int, int] | None = None, repeats
         far=copy_speed(),
         per_node=os.cpu_count() or 1,
         dollars=0.0,
-        start=max(0.0, seconds[small] / repeats - small * per_sample),
+        start=start,
         per_sample=per_sample,
     )
 
 
-def one_step(flow: Flow, adam: torch.optim.Optimizer, x: torch.Tensor, draws: Draws) -> None:
-    """What a worker does in a step, without communication."""
+def one_step(flow: Flow, adam: torch.optim.Optimizer, x: torch.Tensor, draws: Draws) -> tuple[float, float]:
+    """What a worker does in a step, without communication; seconds of the passes and of the update.
+
+    The processor's seconds: what else runs on the machine does not count.
+    """
+    began = time.process_time()
     adam.zero_grad()
     (-flow(x, draws).log_prob.mean() / flow.dims).backward()
+    passed = time.process_time()
     adam.step()
     flow.update_norms()
+    return passed - began, time.process_time() - passed
 
 
 def copy_speed(megabytes: int = 32) -> float:
