@@ -6,7 +6,7 @@ Compiling takes some seconds per process, so short runs do without. It is the sa
 import logging
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -41,7 +41,7 @@ def fused(function: Callable[P, R]) -> Callable[P, R]:
             compiled = _compiled(function)
         try:
             return compiled(*args, **kwargs)
-        except _no_compiler() as error:
+        except _compile_errors() as error:
             logging.getLogger(__name__).warning("kernels are not compiled: %s", str(error).strip().splitlines()[0])
             fuse(False)
             return function(*args, **kwargs)
@@ -60,9 +60,8 @@ def _compiled(function: Callable[P, R]) -> Callable[P, R]:
     return torch.compile(function, dynamic=True, fullgraph=True)
 
 
-def _no_compiler() -> tuple[type[Exception], ...]:
+def _compile_errors() -> tuple[type[Exception], ...]:
     from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit
     from torch._inductor.exc import InductorError
 
-    kinds: tuple[Any, ...] = (BackendCompilerFailed, FailOnRecompileLimitHit, InductorError)
-    return kinds
+    return BackendCompilerFailed, FailOnRecompileLimitHit, InductorError

@@ -111,6 +111,7 @@ class SpectralLayer(nn.Module):
 
     @property
     def usual_iterations(self) -> int:
+        """Iterations per training step."""
         crowded = self.v[0, 0].numel() > 1 and self.v.shape[1] <= FEW_CHANNELS
         return CROWDED_ITERATIONS if crowded else 1
 
