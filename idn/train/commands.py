@@ -58,14 +58,15 @@ def launch(config: TrainConfig) -> int:
     from idn.data import toy
     from idn.train import runs, storage, summary, trainer
     from idn.train.data import require_data
-    from idn.train.engine import deepspeed_config
+    from idn.train.engine import read_overrides
     from idn.train.feed import is_toy
     from idn.train.monitor import Monitor
     from idn.train.progress import ProgressBar
 
     started = time.monotonic()
     folder = runs.run_folder(config)
-    deepspeed_config(config, 1)
+    if config.engine.deepspeed:
+        read_overrides(config.engine.deepspeed)
     require_data(config)
     runs.claim(config)
     trainer.prepare_storage(config)

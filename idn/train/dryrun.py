@@ -44,7 +44,7 @@ def describe(config: TrainConfig) -> str:
         + ")",
         "",
         "# deepspeed",
-        json.dumps(deepspeed_config(config, workers), indent=2),
+        json.dumps(deepspeed_config(config, workers, cost.parameters), indent=2),
     ]
     return "\n".join(lines)
 

@@ -21,10 +21,13 @@ from idn.errors import UserError
 from idn.flows.block import Block
 from idn.flows.draws import Draws
 from idn.flows.flow import Flow, Likelihood
+from idn.train.averaging import Averaging
 from idn.train.config import TrainConfig
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-BUCKET = 20_000_000
+MOST_IN_BUCKET = 20_000_000
+BUCKETS = 8
+"""Gradients are reduced in so many pieces at least, so that all but the last can travel while backward goes on."""
 OURS = {
     "train_batch_size": "--batch",
     "train_micro_batch_size_per_gpu": "--batch and --accumulation",
@@ -38,7 +41,12 @@ OURS = {
 """Settings that a DeepSpeed file may not change, and the options that do."""
 
 
-def deepspeed_config(config: TrainConfig, workers: int) -> dict[str, Any]:
+def bucket_size(parameters: int) -> int:
+    """Gradients that are reduced together."""
+    return min(MOST_IN_BUCKET, -(-parameters // BUCKETS))
+
+
+def deepspeed_config(config: TrainConfig, workers: int, parameters: int) -> dict[str, Any]:
     """DeepSpeed's config generated from ours; the user's file wins wherever both speak."""
     optimiser = config.optimiser
     generated: dict[str, Any] = {
@@ -58,8 +66,10 @@ def deepspeed_config(config: TrainConfig, workers: int) -> dict[str, Any]:
         },
         "zero_optimization": {
             "stage": config.engine.zero,
-            "reduce_bucket_size": BUCKET,
-            "allgather_bucket_size": BUCKET,
+            "reduce_bucket_size": bucket_size(parameters),
+            "allgather_bucket_size": bucket_size(parameters),
+            # A stream of its own for reduction; CPUs have no streams.
+            "overlap_comm": torch.cuda.is_available(),
         },
         "steps_per_print": None,
     }
@@ -119,7 +129,7 @@ class Engine:
 
     def __init__(self, flow: Flow, config: TrainConfig, workers: int) -> None:
         deepspeed = _deepspeed()
-        settings = deepspeed_config(config, workers)
+        settings = deepspeed_config(config, workers, flow.parameter_count())
         self.flow = flow
         self.stage: int = settings["zero_optimization"]["stage"]
         self._zero = deepspeed.zero
@@ -129,12 +139,19 @@ class Engine:
         self._engine, *_ = deepspeed.initialize(model=flow, model_parameters=parameter_groups(flow), config=settings)
         self._base_lr: float = settings["optimizer"]["params"]["lr"]
         self._parameters: dict[str, Any] = dict(flow.named_parameters())
+        self._averaging: Averaging | None = None
+        if self.stage == 0 and workers > 1:
+            # Without ZeRO, DeepSpeed reduces only after backward.
+            self._engine.enable_backward_allreduce = False
+            self._averaging = Averaging(flow.parameters(), settings["zero_optimization"]["reduce_bucket_size"])
 
     def accumulate(self, x: Tensor, draws: Draws, per_nat: float) -> Likelihood:
         """Forward and backward of one piece of the batch; the loss is -per_nat * mean log p(x)."""
         likelihood: Likelihood = self._engine(x, draws)
-        self._engine.backward(-per_nat * likelihood.log_prob.mean())
-        if not self._engine.is_gradient_accumulation_boundary():
+        last = self._engine.is_gradient_accumulation_boundary()
+        with self._averaging if self._averaging and last else nullcontext():
+            self._engine.backward(-per_nat * likelihood.log_prob.mean())
+        if not last:
             self._engine.step()
         return likelihood
 
