@@ -8,12 +8,12 @@ about: in low precision the prefix is multiplied instead, while it is copied for
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from idn.flows.maps import Affine, Back, Gradients, Map, Pull, Run, Weights, along_channels
+from idn.flows.maps import Affine, Gradients, Map, Run, Weights, along_channels
 
 Derivative = TypeVar("Derivative")
 
@@ -63,6 +63,14 @@ class Reader:
         return [into_weight, into_bias], dots / self.scale
 
 
+class Made(NamedTuple):
+    """All features, and the activations that made them with what entered those."""
+
+    features: Tensor
+    entered: list[Tensor]
+    activations: list[Run]
+
+
 @dataclass(frozen=True)
 class DenseNet(Map):
     """Dense layers and the affine map that ends them."""
@@ -87,15 +95,11 @@ class DenseNet(Map):
 
     def run(self, rows: Tensor, n: int) -> Run:
         *readers, last = self.readers()
-        features = self._buffer(rows, last.width)
-        features[:, : readers[0].width] = rows
-        pulls: list[Pull] = []
-        backs: list[Back] = []
-        for layer, reader in zip(self.layers, readers, strict=True):
-            new, pull_phi, back_phi = layer.phi.run(reader.read(features, n), n)
-            features[:, reader.width : reader.width + new.shape[1]] = new
-            pulls.append(pull_phi)
-            backs.append(back_phi)
+        made = self._make(rows, n, readers, last.width)
+        pulls = [phi.pull for phi in made.activations]
+        # Of images only what entered the activations is kept: the features, as much again, are quickly made from it.
+        kept = made if rows.dim() == 2 else None
+        entered = made.entered
 
         def pull(u: Tensor) -> Tensor:
             total = last.transposed(u)
@@ -105,10 +109,11 @@ class DenseNet(Map):
             return total
 
         def back(grad: Tensor) -> tuple[Tensor, Gradients]:
+            features, _, activations = kept or self._make(rows, n, readers, last.width, entered)
             found, into_scale = last.gradients(features, grad, n)
             total = last.transposed(grad)
-            for layer, reader, back_phi in self._backwards(readers, backs):
-                inner, into_phi = back_phi(total[:, reader.width :])
+            for layer, reader, phi in self._backwards(readers, activations):
+                inner, into_phi = phi.back(total[:, reader.width :])
                 into_affine, directly = reader.gradients(features, inner, n)
                 into_a = (into_scale[: reader.width] * reader.scale).sum().view_as(layer.a)
                 into_b = into_scale[reader.width :].sum().view_as(layer.b)
@@ -117,7 +122,22 @@ class DenseNet(Map):
                 total = reader.transposed(inner).add_(total[:, : reader.width])
             return total, found
 
-        return Run(last.read(features, n), pull, back)
+        return Run(last.read(made.features, n), pull, back)
+
+    def _make(
+        self, rows: Tensor, n: int, readers: list[Reader], width: int, entered: list[Tensor] | None = None
+    ) -> Made:
+        """All features of the rows; a second time without products, from what entered the activations at first."""
+        features = self._buffer(rows, width)
+        features[:, : readers[0].width] = rows
+        made = Made(features, [], [])
+        for i, (layer, reader) in enumerate(zip(self.layers, readers, strict=True)):
+            entering = entered[i] if entered else reader.read(features, n)
+            phi = layer.phi.run(entering, n)
+            features[:, reader.width : reader.width + phi.rows.shape[1]] = phi.rows
+            made.entered.append(entering)
+            made.activations.append(phi._replace(rows=rows))
+        return made
 
     def _backwards(
         self, readers: list[Reader], derivatives: list[Derivative]

@@ -9,6 +9,7 @@ tangent and w needs no graph, so memory does not grow with the number of terms. 
 which the same products give for free.
 """
 
+import functools
 import math
 import sys
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ NEGLIGIBLE = 1e-8
 """Nats per dimension: evaluation ends a series whose whole remainder is provably below this, far under roundoff."""
 CHECKED = 5
 """Terms before the first look at what is left."""
+PARTS = 4
+"""Pieces in which a batch is recomputed."""
 
 
 @dataclass(frozen=True)
@@ -158,7 +161,8 @@ def per_sample_dot(a: Tensor, b: Tensor, n: int) -> Tensor:
 class _Series(torch.autograd.Function):
     """g(x) and its log-det as one node of the graph, the gradient of w^T J v with it.
 
-    Recomputing, it keeps x, v and w only, and the backward pass makes the branch's activations again.
+    Recomputing, it keeps x, v and w only, and the backward pass makes the branch's activations again; both passes then
+    take the batch in parts, so that no more than a part's activations are ever there.
     """
 
     @staticmethod
@@ -167,14 +171,17 @@ class _Series(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         n = len(x)
         if recompute:
-            gx, pull, _ = g.run(x, n)
-            value, w = power_series(pull, v, None, coefficients, n)
-            ctx.again = lambda: g.run(torch.cat([x, v]), n).back
+            ctx.parts = parts(n)
+            found = [_untraced(g, x[part], of_part(v, part, n), coefficients) for part in ctx.parts]
+            gx, value = torch.cat([each[0] for each in found]), torch.cat([each[1] for each in found])
+            w = torch.cat([each[2].unflatten(0, (-1, len(each[0]))) for each in found], 1).flatten(0, 1)
+            ctx.back = lambda part: g.run(torch.cat([x[part], of_part(v, part, n)]), len(x[part])).back
         else:
+            ctx.parts = [slice(n)]
             rows, pull, back = g.run(torch.cat([x, v]), n)
             gx = rows[:n]
             value, w = power_series(pull, v, rows[n:], coefficients, n)
-            ctx.again = lambda: back
+            ctx.back = lambda part: back
         ctx.w, ctx.probes = w, len(v) // n
         return gx, value
 
@@ -183,9 +190,31 @@ class _Series(torch.autograd.Function):
         into_points, into_logdet = grads
         n = len(into_points)
         per_tangent = (into_logdet / ctx.probes).view(n, *[1] * (into_points.dim() - 1))
-        rows = torch.cat([into_points, per_point(ctx.w, per_tangent)])
-        into_rows, into_tensors = ctx.again()(rows)
-        return (None, into_rows[:n], None, None, None, *into_tensors)
+        into_x, into_tensors = [], []
+        for part in ctx.parts:
+            w = per_point(of_part(ctx.w, part, n), per_tangent[part])
+            into_rows, found = ctx.back(part)(torch.cat([into_points[part], w]))
+            into_x.append(into_rows[: len(into_points[part])])
+            into_tensors.append(found)
+        sums = [functools.reduce(torch.add, pieces) for pieces in zip(*into_tensors, strict=True)]
+        return (None, torch.cat(into_x), None, None, None, *sums)
+
+
+def parts(n: int) -> list[slice]:
+    """A batch in at most PARTS pieces."""
+    size = math.ceil(n / PARTS)
+    return [slice(start, start + size) for start in range(0, n, size)]
+
+
+def of_part(rows: Tensor, part: slice, n: int) -> Tensor:
+    """A part's samples in each group of n rows."""
+    return rows[part] if len(rows) == n else rows.unflatten(0, (-1, n))[:, part].flatten(0, 1)
+
+
+def _untraced(g: Map, x: Tensor, v: Tensor, coefficients: list[float]) -> tuple[Tensor, Tensor, Tensor]:
+    """g(x), the series and w, with nothing kept."""
+    gx, pull, _ = g.run(x, len(x))
+    return gx, *power_series(pull, v, None, coefficients, len(x))
 
 
 def jacobian(g: Map, x: Tensor) -> tuple[Tensor, Tensor]:
