@@ -108,8 +108,8 @@ def test_more_ranks_wait_longer_and_most_at_every_block() -> None:
 
 def test_this_machine_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
     config, cost = small("moons")
-    here = calibrate(config, sizes=(16, 512), repeats=4)
-    assert here.per_sample is not None and here.near > 0 and here.memory > 1e8
+    here = calibrate(config, workers=2, sizes=(16, 512), repeats=4)
+    assert here.per_sample is not None and here.near > 0 and here.memory > 1e8 and here.contention >= 1
     times = [step_time(config, cost, here, workers).total for workers in (1, 2)]
     print(f"predicted step: {times[0] * 1e3:.1f} ms with 1 worker, {times[1] * 1e3:.1f} ms with 2")
     assert all(math.isfinite(seconds) and seconds > 0 for seconds in times)

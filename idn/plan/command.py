@@ -70,7 +70,7 @@ def plan(
         raise UserError(f"--workers {workers}: expected at least 1")
     config = configured(dataset, model, size, batch, precision, recompute)
     check_batch(config, workers)
-    machine = find(hardware, config)
+    machine = find(hardware, config, workers)
     if price is not None:
         machine = dataclasses.replace(machine, dollars=price)
     cost = flow_cost(Flow(config.flow, converge=False))

@@ -1,16 +1,14 @@
 """Machines: published figures of accelerators, or this machine measured."""
 
 import os
+import statistics
 import time
 from dataclasses import dataclass, replace
 
 import torch
 
 from idn.errors import UserError
-from idn.flows.draws import Draws
-from idn.flows.flow import Flow
-from idn.memory import keep_freed_memory
-from idn.streams import stream
+from idn.plan.pace import paces
 from idn.train.config import TrainConfig
 
 COPIES = 4
@@ -42,6 +40,8 @@ class Hardware:
     """Seconds of a step that no batch size takes away: launching work, optimiser."""
     per_sample: float | None = None
     """Seconds per sample where they were measured: used instead of arithmetic and traffic."""
+    contention: float = 1.0
+    """How many times as long a worker's step takes beside others of its node."""
 
 
 A100 = Hardware(
@@ -68,42 +68,25 @@ H100 = replace(
 PROFILES = {hardware.name: hardware for hardware in (A100, H100)}
 
 
-def find(name: str, config: TrainConfig) -> Hardware:
+def find(name: str, config: TrainConfig, workers: int = 1) -> Hardware:
     """A profile by name; `here` measures this machine for the run in question."""
     if name == "here":
-        return calibrate(config)
+        return calibrate(config, workers)
     if name not in PROFILES:
         raise UserError(f"--hardware {name}: expected one of {', '.join(PROFILES)}, here")
     return PROFILES[name]
 
 
-def calibrate(config: TrainConfig, sizes: tuple[int, int] | None = None, repeats: int = 6) -> Hardware:
-    """This machine by one thread: training steps of two batch sizes give the cost of a sample and of a step itself."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    keep_freed_memory()
-    small, large = sizes or ((2, 8) if config.flow.logit_alpha is not None else (32, 256))
-    try:
-        flow = Flow(config.flow, converge=False).train()
-        flow.set_precision(config.engine.precision)
-        noise = stream(config.seed, "calibrate")
-        x = torch.rand((large, *flow.shape), generator=noise)
-        flow.initialize(x)
-        # At the run's own pace: the faster weights move, the longer power iteration takes to follow.
-        adam = torch.optim.Adam(flow.parameters(), lr=config.optimiser.lr)
-        passes, updates = dict.fromkeys((small, large), 0.0), 0.0
-        for step in range(-1, repeats):
-            for size in passes:
-                # The same lengths for both sizes: their difference is that of the samples alone.
-                draws = Draws(stream(config.seed, "lengths", step), noise)
-                forth_and_back, update = one_step(flow, adam, x[:size], draws)
-                passes[size] += forth_and_back * (step >= 0)
-                updates += update * (step >= 0)
-    finally:
-        torch.set_num_threads(threads)
-    per_sample = (passes[large] - passes[small]) / repeats / (large - small)
-    # Updates cost the same for any batch, and each step another number of power iterations: the mean of all.
-    start = max(0.0, passes[small] / repeats - small * per_sample) + updates / (2 * repeats)
+def calibrate(
+    config: TrainConfig, workers: int = 1, sizes: tuple[int, int] | None = None, repeats: int = 8
+) -> Hardware:
+    """This machine, by steps of one thread, alone and with as many workers at once as there will be."""
+    together = min(workers, os.cpu_count() or 1)
+    sizes = sizes or ((4, 16) if config.flow.logit_alpha is not None else (32, 256))
+    (alone,) = paces(config, 1, sizes, repeats)
+    # A step of the larger batch stands for all: contention is for memory, which every part of a step uses.
+    crowd = paces(config, together, sizes, repeats) if together > 1 else [alone]
+    seconds = [pace.start + sizes[1] * pace.per_sample for pace in (alone, *crowd)]
     return Hardware(
         name="here",
         flops={},
@@ -114,23 +97,10 @@ def calibrate(config: TrainConfig, sizes: tuple[int, int] | None = None, repeats
         far=copy_speed(),
         per_node=os.cpu_count() or 1,
         dollars=0.0,
-        start=start,
-        per_sample=per_sample,
+        start=alone.start,
+        per_sample=alone.per_sample,
+        contention=max(1.0, statistics.mean(seconds[1:]) / seconds[0]),
     )
-
-
-def one_step(flow: Flow, adam: torch.optim.Optimizer, x: torch.Tensor, draws: Draws) -> tuple[float, float]:
-    """What a worker does in a step, without communication; seconds of the passes and of the update.
-
-    The processor's seconds: what else runs on the machine does not count.
-    """
-    began = time.process_time()
-    adam.zero_grad()
-    (-flow(x, draws).log_prob.mean() / flow.dims).backward()
-    passed = time.process_time()
-    adam.step()
-    flow.update_norms()
-    return passed - began, time.process_time() - passed
 
 
 def copy_speed(megabytes: int = 32) -> float:

@@ -62,7 +62,8 @@ def step_time(config: TrainConfig, cost: Cost, hardware: Hardware, workers: int)
     link = hardware.near if workers <= hardware.per_node else min(hardware.near, hardware.far)
     communication = communicated(cost, workers, config.engine.zero) / link
     if hardware.per_sample is not None:
-        return StepTime(hardware.start, samples * hardware.per_sample, 0.0, 0.0, communication)
+        slower = hardware.contention if workers > 1 else 1.0
+        return StepTime(slower * hardware.start, slower * samples * hardware.per_sample, 0.0, 0.0, communication)
     peak = hardware.reached * hardware.flops[config.engine.precision]
     recompute = config.engine.recompute
     return StepTime(

@@ -130,7 +130,7 @@ def main(
     profiles = []
     with trainer.cluster("local"), tempfile.TemporaryDirectory() as folder:
         for turn in range(rounds):
-            profiles.append(calibrate(configs[1]))
+            profiles.append(calibrate(configs[1], workers=2))
             for workers, config in configs.items():
                 runs[workers].append(measure(config, workers, list(stages), f"{folder}/{turn}-{workers}"))
     # The fastest, as for the steps.

@@ -15,39 +15,10 @@ from typing import Any
 import torch
 import tyro
 
-from idn.flows.flow import Flow
+from idn.plan.pace import BareLoop
 from idn.train.config import TrainConfig
-from idn.train.ema import AveragedWeights
 from idn.train.feed import Feed
 from idn.train.presets import preset
-
-
-class BareLoop:
-    """The same training step without any framework."""
-
-    def __init__(self, config: TrainConfig) -> None:
-        self.config = config
-        self.feed = Feed(config, 0, 1)
-        self.flow = Flow(config.flow).train()
-        first = Feed(config, 0, 1)
-        self.flow.initialize(first.pieces(first.next_share(), 0)[0].x)
-        optimiser = config.optimiser
-        self.adam = torch.optim.Adam(
-            self.flow.parameters(), optimiser.lr, optimiser.betas, weight_decay=optimiser.weight_decay
-        )
-        self.ema = AveragedWeights(self.flow, optimiser.ema)
-
-    def step(self, step: int) -> float:
-        piece = self.feed.pieces(self.feed.next_share(), step)[0]
-        loss = -self.flow(piece.x, piece.draws).log_prob.mean() / self.flow.dims
-        self.adam.zero_grad()
-        loss.backward()
-        if self.config.optimiser.clip:
-            torch.nn.utils.clip_grad_norm_(self.flow.parameters(), self.config.optimiser.clip)
-        self.adam.step()
-        self.flow.update_norms()
-        self.ema.update(self.flow)
-        return loss.item()
 
 
 def compare(settings: dict[str, Any]) -> dict[str, list[float]]:
@@ -62,11 +33,12 @@ def compare(settings: dict[str, Any]) -> dict[str, list[float]]:
     port = RayPort(settings["relay"], 0)
     group = Group(0, 1, torch.device("cpu"))
     session = open_session(config, group, port.storage.storage_filesystem, settings["folder"])
-    meter, bare = Meter(session), BareLoop(config)
+    meter, bare, feed = Meter(session), BareLoop(config), Feed(config, 0, 1)
     seconds: dict[str, list[float]] = {"bare": [], "framework": []}
     for step in range(settings["steps"]):
         started = time.perf_counter()
-        bare.step(step)
+        bare.passes(feed, step)
+        bare.update()
         middle = time.perf_counter()
         result = train_step(session, port.stop_wanted)
         session.progress.step += 1
