@@ -55,44 +55,72 @@ def fixed_point(
     found = y.clone()
     allowed = tolerance * (1 + y.abs().amax(1))
     active = torch.arange(len(y), device=y.device)
-    x = y - g(y.view(shape)).flatten(1)
     best = torch.full_like(allowed, float("inf"))
     stale = torch.zeros_like(active)
-    xs = residuals = y.new_zeros(len(y), 0, y.shape[1])
+    x = y - g(y.view(shape)).flatten(1)
+    past = Past(len(y), y)
     for _ in range(iterations):
-        residual = y[active] - g(x.view(-1, *shape[1:])).flatten(1) - x
+        residual = y - g(x.view(-1, *shape[1:])).flatten(1) - x
         size = residual.abs().amax(1)
-        stale[active] = torch.where(size < 0.9 * best[active], 0, stale[active] + 1)
-        done = (size <= GOAL * allowed[active]) | ((size <= allowed[active]) & (stale[active] >= STALE))
-        found[active[done]] = x[done]
-        if bool(done.all()):
-            return found.view(shape)
-        keep = ~done
-        active, x, residual, size = active[keep], x[keep], residual[keep], size[keep]
-        xs = torch.cat([xs[keep], x[:, None]], 1)[:, -MEMORY:]
-        residuals = torch.cat([residuals[keep], residual[:, None]], 1)[:, -MEMORY:]
+        stale = torch.where(size < 0.9 * best, 0, stale + 1)
+        done = (size <= GOAL * allowed) | ((size <= allowed) & (stale >= STALE))
+        if bool(done.any()):
+            found[active[done]] = x[done]
+            if bool(done.all()):
+                return found.view(shape)
+            keep = ~done
+            active, y, allowed, best, stale = (each[keep] for each in (active, y, allowed, best, stale))
+            x, residual, size = (each[keep] for each in (x, residual, size))
+            past.keep(keep)
+        past.add(x, residual)
         # A step that made things worse is dropped: that sample goes on from here without memory.
-        worse = ~(size < 2 * best[active])
-        best[active] = torch.minimum(best[active], size)
-        step = _anderson_step(xs, residuals)
-        x = torch.where((worse | ~torch.isfinite(step).all(1))[:, None], x + residual, step)
-        xs = torch.where(worse[:, None, None], x[:, None] - residual[:, None], xs)
-        residuals = torch.where(worse[:, None, None], residual[:, None], residuals)
-    size_left = (y[active] - g(x.view(-1, *shape[1:])).flatten(1) - x).abs().amax(1)
+        past.forget(~(size < 2 * best))
+        best = torch.minimum(best, size)
+        step = past.step(x, residual)
+        x = torch.where(torch.isfinite(step).all(1, keepdim=True), step, x + residual)
+    size_left = (y - g(x.view(-1, *shape[1:])).flatten(1) - x).abs().amax(1)
     raise NotInvertedError(active.tolist(), size_left.tolist(), tolerance, iterations)
 
 
-def _anderson_step(xs: Tensor, residuals: Tensor) -> Tensor:
-    """sum_i c_i (x_i + r_i) with the weights, summing to 1, that make |sum_i c_i r_i| smallest."""
-    x, residual = xs[:, -1], residuals[:, -1]
-    if xs.shape[1] == 1:
-        return x + residual
-    dr = residual[:, None] - residuals[:, :-1]
-    dx = x[:, None] - xs[:, :-1]
-    gram = dr @ dr.transpose(1, 2)
-    ridge = gram.diagonal(dim1=1, dim2=2).amax(1)[:, None, None] * torch.finfo(gram.dtype).eps
-    gram = gram + (ridge + torch.finfo(gram.dtype).tiny) * torch.eye(
-        gram.shape[1], dtype=gram.dtype, device=gram.device
-    )
-    weights = torch.linalg.solve_ex(gram, dr @ residual[:, :, None]).result
-    return x + residual - ((dx + dr).transpose(1, 2) @ weights)[:, :, 0]
+class Past:
+    """The last few steps of each sample: how residuals changed (dr), and residuals and points together (dx + dr).
+
+    Each iteration writes one row and one row of the products dr_i . dr_j; nothing else moves.
+    """
+
+    def __init__(self, n: int, like: Tensor) -> None:
+        self.dr, self.both = (like.new_zeros(n, MEMORY, like.shape[1]) for _ in range(2))
+        self.gram = like.new_zeros(n, MEMORY, MEMORY)
+        self.last: tuple[Tensor, Tensor] | None = None
+        self.slot = 0
+
+    def keep(self, which: Tensor) -> None:
+        """Go on with these samples only."""
+        self.dr, self.both, self.gram = self.dr[which], self.both[which], self.gram[which]
+        if self.last:
+            self.last = self.last[0][which], self.last[1][which]
+
+    def add(self, x: Tensor, residual: Tensor) -> None:
+        if self.last:
+            dr = residual - self.last[1]
+            self.dr[:, self.slot] = dr
+            self.both[:, self.slot] = dr + x - self.last[0]
+            products = (self.dr @ dr[:, :, None])[:, :, 0]
+            self.gram[:, self.slot] = products
+            self.gram[:, :, self.slot] = products
+            self.slot = (self.slot + 1) % MEMORY
+        self.last = x, residual
+
+    def forget(self, which: Tensor) -> None:
+        """Zero rows take no part."""
+        for rows in (self.dr, self.both, self.gram):
+            rows.masked_fill_(which[:, None, None], 0)
+
+    def step(self, x: Tensor, residual: Tensor) -> Tensor:
+        """x + r - sum_i c_i (dx_i + dr_i) with the c that make |r - sum_i c_i dr_i| smallest."""
+        limits = torch.finfo(x.dtype)
+        # Rows shrink as x converges: made equally long, they are solved for equally well.
+        scale = self.gram.diagonal(dim1=1, dim2=2).clamp_min(limits.tiny).rsqrt()[:, :, None]
+        gram = self.gram * scale * scale.mT + limits.eps * torch.eye(MEMORY, dtype=x.dtype, device=x.device)
+        weights = scale * torch.linalg.solve_ex(gram, scale * (self.dr @ residual[:, :, None])).result
+        return x + residual - (weights.mT @ self.both)[:, 0]
