@@ -189,7 +189,8 @@ class _Together:
     def _top(self, weight: Tensor, iterations: int) -> TopSingular:
         if not self.first.spatial:
             return self._follow(weight, self.others, iterations)
-        gain, wave = strongest_wave(weight, self.v.shape[-2:])
+        height, width = self.v.shape[-2:]
+        gain, wave = strongest_wave(weight, (height, width))
         top = self._follow(weight, torch.cat([self.others[:, :1], wave.unsqueeze(1)], 1), iterations)
         sigma, missing = top.sigma.clamp_min(torch.finfo(gain.dtype).tiny), top.missing
         if iterations < ADAPTED_ITERATIONS:

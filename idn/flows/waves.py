@@ -91,19 +91,19 @@ def lengths_at(lags: Tensor, channels: Tensor, places: Tensor) -> Tensor:
 
 def lanczos(matrices: Tensor, start: Tensor, steps: int) -> tuple[Tensor, Tensor]:
     """The largest eigenvalue of each Hermitian matrix without negative ones, in `steps` steps, and its vector."""
-    vectors, diagonal, beside = [units(start)], [], []
+    vectors: list[Tensor] = []
+    diagonal, beside, rest = [], [], start
     for step in range(min(steps, start.shape[-1])):
-        if step:
-            beside.append(torch.linalg.vector_norm(rest, dim=-1, keepdim=True))
-            vectors.append(rest / beside[-1].clamp_min(torch.finfo(beside[-1].dtype).tiny))
-        image = (matrices @ vectors[-1].unsqueeze(-1)).squeeze(-1)
-        diagonal.append((vectors[-1].conj() * image).real.sum(-1, keepdim=True))
-        rest = image - diagonal[-1] * vectors[-1]
-        if step:
-            rest = rest - beside[-1] * vectors[-2]
-    small = torch.diag_embed(torch.cat(diagonal, -1))
-    if beside:
-        small = small + sum(torch.diag_embed(torch.cat(beside, -1), side) for side in (-1, 1))
+        length = torch.linalg.vector_norm(rest, dim=-1, keepdim=True)
+        vector = rest / length.clamp_min(torch.finfo(length.dtype).tiny)
+        image = (matrices @ vector.unsqueeze(-1)).squeeze(-1)
+        along = (vector.conj() * image).real.sum(-1, keepdim=True)
+        rest = image - along * vector - (length * vectors[-1] if step else 0)
+        vectors.append(vector)
+        diagonal.append(along)
+        beside.append(length)
+    off = torch.cat(beside, -1)[..., 1:]
+    small = torch.diag_embed(torch.cat(diagonal, -1)) + torch.diag_embed(off, 1) + torch.diag_embed(off, -1)
     value, mix = _largest(small)
     return value, units((mix.to(start.dtype).unsqueeze(-2) @ torch.stack(vectors, -2)).squeeze(-2))
 
