@@ -21,7 +21,7 @@ START_ROUNDS = 8
 ADAPTED_ITERATIONS = 10
 """After so many iterations a wave has adapted to the image's edges, and v misses no more than its gradient says."""
 ADAPTS = 2 / 3
-"""Before, this share of what edges take from the wave's gain is expected to come back."""
+"""Before, it is expected to win back this share of what the edges take from its gain, as it did in training."""
 
 
 class SpectralLayer(nn.Module):
@@ -29,7 +29,8 @@ class SpectralLayer(nn.Module):
 
     sigma is the norm of the operator: for a k x k convolution that of the map between images of `image_size`. The
     singular vectors u and v are kept from step to step, and the gradient flows through sigma = u^T W v with both
-    held fixed. `forward` returns the affine map with the normalised weight.
+    held fixed. `slack` is the share by which the norm may exceed sigma; the weight is divided by that much more.
+    `forward` returns the affine map with the normalised weight.
     """
 
     weight: nn.Parameter
