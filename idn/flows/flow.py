@@ -20,9 +20,11 @@ from idn.flows.logdet import LogdetRule
 
 PRECISIONS: dict[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 SETTLED = 2e-3
-"""A singular value that may still miss more than this share gets further iterations."""
+"""A matrix whose largest singular value may still miss more than this share gets further iterations."""
 MOVED = 0.01
-"""So does that of a weight which changed by more than this share."""
+"""So does one that changed by more than this share."""
+VAGUE = 0.05
+"""And so does a convolution whose norm may miss more than this; up to here being safe costs less than knowing."""
 HARMLESS = 0.95
 """A norm below this share of its bound needs neither: one iteration per step sees it come up."""
 MORE_ITERATIONS = 8
@@ -165,14 +167,17 @@ class Flow(nn.Module):
         """Follows all largest singular values; to be called after every change of the weights."""
         layers = [layer for _, layer in self.spectral_layers()]
         update_norms(layers, iterations)
-        # One look for all layers. Where weights moved far, another pattern may have come up: those go on anyway.
-        moved = [layer for layer, (harm, share, _) in self._looked_at(layers) if harm and share > MOVED]
-        update_norms(moved, MORE_ITERATIONS)
+        # One look for all layers. Where a matrix moved far, another pattern may have come up: it goes on anyway.
+        looks = list(self._looked_at(layers))
+        moved = [x for x, (harm, share, _) in looks if harm and share > MOVED and not x.spatial]
+        vague = [x for x, (harm, _, share) in looks if harm and share > VAGUE and x.spatial]
+        update_norms(moved + vague, MORE_ITERATIONS)
+        matrices = [layer for layer in layers if not layer.spatial]
         for _ in range(MOST_ROUNDS):
-            layers = [layer for layer, (harm, _, share) in self._looked_at(layers) if harm and share > SETTLED]
-            if not layers:
+            matrices = [x for x, (harm, _, share) in self._looked_at(matrices) if harm and share > SETTLED]
+            if not matrices:
                 return
-            update_norms(layers, MORE_ITERATIONS)
+            update_norms(matrices, MORE_ITERATIONS)
 
     @staticmethod
     def _looked_at(layers: list[SpectralLayer]) -> Iterator[tuple[SpectralLayer, tuple[bool, float, float]]]:

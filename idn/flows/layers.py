@@ -11,16 +11,17 @@ from torch import Tensor, nn
 from torch.nn.grad import conv2d_weight
 
 from idn.flows.maps import Affine
-from idn.flows.norms import FOLLOWED, Operator, TopSingular, top_singular, unit
+from idn.flows.norms import EXPLORER, FOLLOWED, Operator, TopSingular, top_singular, unit
+from idn.flows.waves import strongest_wave
 
 START_ITERATIONS = 10
 CONVERGED = 2e-3
 """From a random vector: rounds of so many iterations, until so little can be missing, and at most so many rounds."""
 START_ROUNDS = 8
-FEW_CHANNELS = 16
-CROWDED_ITERATIONS = 8
-"""A convolution of few channels has a singular value for each frequency, many of them near the largest: it takes
-more iterations, which cost little."""
+ADAPTED_ITERATIONS = 10
+"""After so many iterations a wave has adapted to the image's edges, and v misses no more than its gradient says."""
+ADAPTS = 2 / 3
+"""Before, it is expected to win back this share of what the edges take from its gain, as it did in training."""
 
 
 class SpectralLayer(nn.Module):
@@ -28,7 +29,8 @@ class SpectralLayer(nn.Module):
 
     sigma is the norm of the operator: for a k x k convolution that of the map between images of `image_size`. The
     singular vectors u and v are kept from step to step, and the gradient flows through sigma = u^T W v with both
-    held fixed. `forward` returns the affine map with the normalised weight.
+    held fixed. `slack` is the share by which the norm may exceed sigma; the weight is divided by that much more.
+    `forward` returns the affine map with the normalised weight.
     """
 
     weight: nn.Parameter
@@ -110,10 +112,9 @@ class SpectralLayer(nn.Module):
         update_norms([self], iterations)
 
     @property
-    def usual_iterations(self) -> int:
-        """Iterations per training step."""
-        crowded = self.v[0, 0].numel() > 1 and self.v.shape[1] <= FEW_CHANNELS
-        return CROWDED_ITERATIONS if crowded else 1
+    def spatial(self) -> bool:
+        """Whether the weight mixes several pixels."""
+        return self.v[0, 0].numel() > 1
 
 
 class _Normalised(torch.autograd.Function):
@@ -147,7 +148,7 @@ def update_norms(layers: Iterable[SpectralLayer], iterations: int | None = None)
     for layer in layers:
         alike[layer.weight.shape, layer.v.shape, layer.coeff, layer.precision].append(layer)
     for group in alike.values():
-        _Together(group).update(iterations or group[0].usual_iterations)
+        _Together(group).update(iterations or 1)
 
 
 class _Together:
@@ -187,8 +188,19 @@ class _Together:
         return numbers.view(-1, *[1] * (self.weight.dim() - 1))
 
     def _top(self, weight: Tensor, iterations: int) -> TopSingular:
-        apply, transpose = self._operator(weight)
-        return top_singular(apply, transpose, self.v, self.others, self.noise, iterations)
+        if not self.first.spatial:
+            return self._follow(weight, self.others, iterations)
+        height, width = self.v.shape[-2:]
+        gain, wave = strongest_wave(weight, (height, width))
+        top = self._follow(weight, torch.cat([self.others[:, :1], wave.unsqueeze(1)], 1), iterations)
+        sigma, missing = top.sigma.clamp_min(torch.finfo(gain.dtype).tiny), top.missing
+        if iterations < ADAPTED_ITERATIONS:
+            expected = torch.lerp(top.started[:, EXPLORER], gain, ADAPTS)
+            missing = torch.maximum(missing, expected / sigma - 1)
+        return top._replace(missing=torch.minimum(missing, (gain / sigma - 1).clamp_min(0)))
+
+    def _follow(self, weight: Tensor, others: Tensor, iterations: int) -> TopSingular:
+        return top_singular(*self._operator(weight), self.v, others, self.noise, iterations)
 
     def _operator(self, weight: Tensor) -> tuple[Operator, Operator]:
         if self.first.padding is None:
@@ -204,7 +216,7 @@ class _Together:
         coeff, shrink = self.first.coeff, torch.ones(len(bounded)).to(bounded)
         for _ in range(rounds):
             rounded = (bounded * self._per_layer(shrink)).to(precision).to(bounded.dtype)
-            norm = self._top(rounded, iterations=1).sigma
+            norm = self._follow(rounded, self.others, iterations=1).sigma
             # One unit of roundoff below: shrunk by less, a coarse entry could round up to where it was.
             smaller = shrink * (coeff / norm.clamp_min(coeff) - torch.finfo(precision).eps / 2)
             shrink = torch.where(norm > coeff * (1 + 2e-4), smaller, shrink)

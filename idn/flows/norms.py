@@ -5,9 +5,10 @@ the normalised weight breaks its bound. Here three vectors are followed, and eac
 span of all of them, of their gradients A^T A v - |A v|^2 v, and of the last directions (a locally optimal block
 conjugate gradient method, LOBPCG). What may still be missing is known from the length of the gradient.
 
-The first vector is v itself. The second is at hand when it overtakes. The third is an explorer: a convolution hardly
-mixes spatial frequencies, so a pattern of another frequency can outgrow v without ever showing in v's gradient. The
-explorer climbs on its own, orthogonally to the others; when it has settled below them, it starts anew at random.
+The first vector is v itself. The second is at hand when it overtakes. The third is an explorer, for what outgrows v
+without ever showing in v's gradient. It climbs on its own, orthogonally to the others; when it has settled below them,
+it starts anew at random. A convolution hardly mixes spatial frequencies, so there its explorer is another one at every
+step: the strongest wave (`waves.py`).
 
 Operators of equal shape are followed together: the first dimension of every tensor counts operators, the second the
 vectors of each.
@@ -23,17 +24,22 @@ Operator = Callable[[Tensor], Tensor]
 
 
 class TopSingular(NamedTuple):
-    """Per operator: |u| = |v| = 1 with A v = sigma u, the share that sigma may miss, and what to go on from."""
+    """Per operator: |u| = |v| = 1 with A v = sigma u, the share that sigma may miss, and what to go on from.
+
+    `started` are the lengths |A x| of the vectors of length 1 that it started from.
+    """
 
     u: Tensor
     v: Tensor
     sigma: Tensor
     missing: Tensor
     others: Tensor
+    started: Tensor
 
 
 FOLLOWED = 3
 """v, the second vector and the explorer."""
+EXPLORER = 2
 SETTLED = 0.02
 """An explorer whose gradient is below this share, and that cannot reach the second vector even so, starts anew."""
 INDEPENDENT = 1e-3
@@ -65,8 +71,8 @@ def top_singular(
 ) -> TopSingular:
     """Improves every v by at least one iteration.
 
-    `others` are the second vector, the explorer and the direction in which the explorer moved last; `noise` is where
-    an explorer starts anew.
+    `others` are the second vector, the explorer and, if known, the direction in which the explorer moved last; `noise`
+    is where an explorer starts anew.
     """
     tiny, shape = torch.finfo(v.dtype).tiny, v.shape[2:]
     start = units(torch.cat([v, others], 1).flatten(2))
@@ -108,4 +114,5 @@ def top_singular(
         sigma=found[:, 0].sqrt(),
         missing=torch.where(found[:, 0] > 0, missing, torch.zeros_like(missing)),
         others=torch.cat([vectors[:, 1:2], explorer, direction], 1).unflatten(2, shape),
+        started=torch.linalg.vector_norm(shaped.flatten(2), dim=2),
     )

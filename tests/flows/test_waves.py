@@ -1,0 +1,117 @@
+"""Waves show where a convolution's largest singular value is, and the bound holds in real training on images."""
+
+import copy
+import math
+
+import pytest
+import torch
+
+import idn
+from idn.data import dequantise, open_stream
+from idn.flows.layers import SpectralLayer
+from idn.flows.waves import autocorrelation, gram, strongest_wave
+from idn.streams import stream
+from tests.flows.helpers import true_norm
+
+ALLOWED = 1 + 1e-3
+SHAPES = [
+    (1, 1, 3, (5, 5)),
+    (1, 6, 3, (6, 4)),
+    (7, 1, 3, (4, 6)),
+    (4, 6, 3, (12, 12)),
+    (6, 4, 5, (5, 7)),
+    (3, 9, 3, (1, 4)),
+]
+
+
+def make_layer(shape, seed=0):
+    inputs, outputs, kernel, image = shape
+    return SpectralLayer(inputs, outputs, 0.9, stream(seed, "layer"), kernel, image)
+
+
+def symbol(weight, frequency):
+    """K(f), written out."""
+    radius = weight.shape[-1] // 2
+    total = torch.zeros(weight.shape[:2], dtype=torch.complex128)
+    for y in range(-radius, radius + 1):
+        for x in range(-radius, radius + 1):
+            angle = torch.tensor(y * frequency[0] + x * frequency[1])
+            total += weight[..., y + radius, x + radius].double() * torch.polar(torch.ones(()).double(), angle.double())
+    return total
+
+
+def test_gram_matrices_are_those_of_the_symbol():
+    weight = torch.randn(2, 4, 5, 3, 3, generator=stream(0, "weight"), dtype=torch.float64)
+    frequencies = torch.tensor([[0.3, -1.1], [2.0, 0.7]], dtype=torch.float64)
+    found = gram(autocorrelation(weight), frequencies.expand(2, -1, -1))
+    for one, matrices in zip(weight, found, strict=True):
+        for frequency, matrix in zip(frequencies.tolist(), matrices, strict=True):
+            expected = symbol(one, frequency)
+            torch.testing.assert_close(matrix, expected @ expected.mH)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_gain_is_the_largest_norm_of_the_symbol(shape):
+    """To 0.5 % of the largest on a fine grid, and not below the norm on an image by more than that."""
+    for seed in range(2):
+        layer = make_layer(shape, seed)
+        weight = layer.weight.detach()
+        gain, image = strongest_wave(weight.unsqueeze(0), shape[3])
+        angles = [2 * math.pi * i / 36 for i in range(36)]
+        largest = max(torch.linalg.matrix_norm(symbol(weight, (y, x)), 2).item() for y in angles for x in angles[:19])
+        assert gain.item() == pytest.approx(largest, rel=5e-3)
+        assert gain.item() >= true_norm(layer, weight) * (1 - 5e-3)
+        assert image.shape == (1, *layer.v.shape[1:])
+
+
+def test_the_wave_itself_is_lengthened_by_nearly_the_gain_on_a_large_image():
+    for shape in [(5, 3, 3, (40, 40)), (3, 5, 3, (40, 40))]:
+        layer = make_layer(shape)
+        gain, image = strongest_wave(layer.weight.detach().unsqueeze(0), shape[3])
+        apply, _ = layer.operator(layer.weight.detach())
+        assert apply(image).norm() / image.norm() > 0.99 * gain
+
+
+def test_zero_and_extreme_weights_have_finite_waves():
+    for scale in (0.0, 1.0):
+        wave = strongest_wave(torch.full((1, 3, 2, 3, 3), scale), (4, 4))
+        assert all(torch.isfinite(x).all() for x in wave)
+
+
+def test_a_pattern_of_another_frequency_that_outgrows_v_is_found_at_once():
+    """From constant images to checkerboards, which share no frequency."""
+    layer = make_layer((2, 3, 3, (12, 12)))
+    smooth = torch.ones(3, 2, 3, 3)
+    signs = torch.tensor([1.0, -1.0, 1.0])
+    checkers = smooth * signs[:, None] * signs
+    with torch.no_grad():
+        layer.weight.copy_(smooth + 0.9 * checkers)
+        layer.converge_norm()
+        layer.weight.copy_(0.9 * smooth + checkers)
+    layer.update_norm()
+    assert true_norm(layer, layer.multiplied()) / layer.coeff <= ALLOWED
+
+
+def converged_norm(layer: SpectralLayer) -> float:
+    """Of the weight that is multiplied, from other vectors."""
+    other = copy.deepcopy(layer)
+    other.weight.data, other.precision = layer.multiplied(), None
+    other.others.copy_(torch.randn(other.others.shape, generator=stream(1, "others")))
+    other.update_norm(40)
+    return other.sigma.item()
+
+
+@pytest.mark.parametrize("model", ["idensenet-lc", "residual"])
+def test_bound_holds_while_a_flow_learns_images(model):
+    flow = idn.build("cifar10", model, "tiny").train()
+    images = iter(open_stream("cifar10-sample", batch=8, rank=0, world=1, workers=0, seed=0))
+    flow.initialize(dequantise(next(images).images, stream(0, "first")))
+    adam = torch.optim.Adam(flow.parameters(), lr=1e-3)
+    for step in range(16):
+        x = dequantise(next(images).images, stream(0, "noise", step))
+        (-flow(x, idn.Draws.seeded(0, step)).log_prob.mean()).backward()
+        adam.step()
+        adam.zero_grad()
+        flow.update_norms()
+        if step % 5 == 0:
+            assert max(converged_norm(layer) / layer.coeff for _, layer in flow.spectral_layers()) <= ALLOWED
