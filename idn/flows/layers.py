@@ -18,6 +18,8 @@ START_ITERATIONS = 10
 CONVERGED = 2e-3
 """From a random vector: rounds of so many iterations, until so little can be missing, and at most so many rounds."""
 START_ROUNDS = 8
+LARGE = 2**16
+"""Numbers in v."""
 ADAPTED_ITERATIONS = 10
 """After so many iterations a wave has adapted to the image's edges, and v misses no more than its gradient says."""
 ADAPTS = 2 / 3
@@ -146,7 +148,9 @@ def update_norms(layers: Iterable[SpectralLayer], iterations: int | None = None)
     """Follows the largest singular values of many layers, those of equal shape together."""
     alike: dict[Any, list[SpectralLayer]] = defaultdict(list)
     for layer in layers:
-        alike[layer.weight.shape, layer.v.shape, layer.coeff, layer.precision].append(layer)
+        # A large layer alone keeps the machine busy, and less is in memory at a time.
+        alone = id(layer) if layer.v.numel() > LARGE else None
+        alike[layer.weight.shape, layer.v.shape, layer.coeff, layer.precision, alone].append(layer)
     for group in alike.values():
         _Together(group).update(iterations or 1)
 

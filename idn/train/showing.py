@@ -18,7 +18,7 @@ from idn.train.feed import is_toy
 from idn.train.session import Session
 from idn.views import density_grid, pixels
 
-SETTLE = 50
+SETTLE = 10
 """Power iterations before weights are evaluated that training never saw."""
 NOISE_PASSES = 8
 EVALUATION_BATCH = 64
