@@ -42,8 +42,8 @@ OURS = {
 
 
 def bucket_size(parameters: int) -> int:
-    """Gradients that are reduced together."""
-    return min(MOST_IN_BUCKET, -(-parameters // BUCKETS))
+    """Gradients that are reduced together; DeepSpeed takes even sizes only."""
+    return min(MOST_IN_BUCKET, 2 * -(-parameters // (2 * BUCKETS)))
 
 
 def deepspeed_config(config: TrainConfig, workers: int, parameters: int) -> dict[str, Any]:
