@@ -34,6 +34,10 @@ class Pointwise(Map):
     def bend(self, x: Tensor) -> Tensor:
         """phi''(x)."""
 
+    def tangents(self, rows: Tensor, n: int) -> Tensor:
+        points = wide(rows[:n])
+        return torch.cat([self.value(points).to(rows.dtype), per_point(rows[n:], self.slope(points).to(rows.dtype))])
+
     def run(self, rows: Tensor, n: int) -> Run:
         points, tangents = rows[:n], rows[n:]
         slope = self.slope(wide(points)).to(rows.dtype)
@@ -115,6 +119,13 @@ class LipSwish(Map):
     def value(self, x: Tensor) -> Tensor:
         return (x * torch.sigmoid(self.beta.to(x.dtype) * x)) / self.divisor
 
+    def tangents(self, rows: Tensor, n: int) -> Tensor:
+        points = wide(rows[:n])
+        gate = torch.sigmoid(self.beta * points)
+        value = points * gate / self.divisor
+        slope = gate / self.divisor + self.beta * value * (1 - gate)
+        return torch.cat([value.to(rows.dtype), per_point(rows[n:], slope.to(rows.dtype))])
+
     def run(self, rows: Tensor, n: int) -> Run:
         beta = self.beta.detach()
         out, slope = lipswish_rows(rows, n, beta, self.divisor)
@@ -179,6 +190,9 @@ class Mirror(Map):
 
     def value(self, x: Tensor) -> Tensor:
         return torch.cat([x, -x], 1)
+
+    def tangents(self, rows: Tensor, n: int) -> Tensor:
+        return self.value(rows)
 
     def run(self, rows: Tensor, n: int) -> Run:
         def pull(u: Tensor) -> Tensor:

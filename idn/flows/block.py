@@ -2,14 +2,18 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from idn.flows.branches import Branch
 from idn.flows.draws import Draws
 from idn.flows.elementary import Layer
+from idn.flows.fuse import fused_or
 from idn.flows.inverse import fixed_point
-from idn.flows.logdet import LogdetRule, block_logdet
+from idn.flows.logdet import LogdetRule, block_logdet, exact_logdet, plane_step
 from idn.flows.maps import InPrecision
+
+_plane_step = fused_or(plane_step, otherwise=lambda x, branch: exact_logdet(branch(), x))
 
 
 class Block(Layer):
@@ -22,7 +26,10 @@ class Block(Layer):
         self.recompute = False
 
     def forward(self, x: Tensor, draws: Draws, rule: LogdetRule, *_: Any) -> tuple[Tensor, Tensor]:
-        gx, logdet = block_logdet(self.branch(), x, draws, rule, self.recompute)
+        if rule.rule == "exact" and x.shape[1:] == (2,) and torch.is_grad_enabled():
+            gx, logdet = _plane_step(x, self.branch)
+        else:
+            gx, logdet = block_logdet(self.branch(), x, draws, rule, self.recompute)
         return x + gx, logdet
 
     def inverse(self, y: Tensor) -> Tensor:

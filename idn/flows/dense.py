@@ -31,6 +31,10 @@ class Concatenate(Weights):
         lower = self.phi.value(self.affine.value(x))
         return torch.cat([self.a.to(lower.dtype) * x, self.b.to(lower.dtype) * lower], 1)
 
+    def tangents(self, rows: Tensor, n: int) -> Tensor:
+        lower = self.phi.tangents(self.affine.tangents(rows, n), n)
+        return torch.cat([self.a.to(lower.dtype) * rows, self.b.to(lower.dtype) * lower], 1)
+
 
 class Reader:
     """An affine map that reads a prefix of the features, each channel times its number in `scale`."""
@@ -48,7 +52,7 @@ class Reader:
         return prefix if self.fold else prefix * along_channels(self.scale, prefix)
 
     def read(self, features: Tensor, n: int) -> Tensor:
-        return self.affine.points_and_tangents(self.entering(features), n)
+        return self.affine.tangents(self.entering(features), n)
 
     def transposed(self, u: Tensor) -> Tensor:
         into = self.affine.transposed(u)
@@ -82,6 +86,11 @@ class DenseNet(Map):
         for layer in self.layers:
             x = layer.value(x)
         return self.last.value(x)
+
+    def tangents(self, rows: Tensor, n: int) -> Tensor:
+        for layer in self.layers:
+            rows = layer.tangents(rows, n)
+        return self.last.tangents(rows, n)
 
     def readers(self) -> list[Reader]:
         """The affine maps of all layers, and the last one."""

@@ -1,4 +1,4 @@
-"""Elementwise functions as one kernel each: `torch.compile`, where it is switched on and the machine has a compiler.
+"""Functions as few kernels: `torch.compile`, where it is switched on and the machine has a compiler.
 
 Compiling takes some seconds per process, so short runs do without. It is the same code on CPUs and GPUs.
 """
@@ -30,26 +30,38 @@ def fuse(on: bool) -> None:
 
 def fused(function: Callable[P, R]) -> Callable[P, R]:
     """The function itself, or while `fuse` is on its compiled form for large tensors, if there is a compiler."""
+    compiled = fused_or(function, function, dynamic=True)
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        large = cast(Tensor, args[0]).numel() >= WORTHWHILE
+        return (compiled if large else function)(*args, **kwargs)
+
+    return call
+
+
+def fused_or(function: Callable[P, R], otherwise: Callable[P, R], dynamic: bool = False) -> Callable[P, R]:
+    """The compiled function while `fuse` is on, and another without a compiler; `dynamic`: one kernel for all sizes."""
     compiled: Callable[P, R] | None = None
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         nonlocal compiled
-        if not _on or cast(Tensor, args[0]).numel() < WORTHWHILE:
-            return function(*args, **kwargs)
+        if not _on:
+            return otherwise(*args, **kwargs)
         if compiled is None:
-            compiled = _compiled(function)
+            compiled = _compiled(function, dynamic)
         try:
             return compiled(*args, **kwargs)
         except _compile_errors() as error:
             logging.getLogger(__name__).warning("kernels are not compiled: %s", str(error).strip().splitlines()[0])
             fuse(False)
-            return function(*args, **kwargs)
+            return otherwise(*args, **kwargs)
 
     return call
 
 
-def _compiled(function: Callable[P, R]) -> Callable[P, R]:
+def _compiled(function: Callable[P, R], dynamic: bool) -> Callable[P, R]:
     import torch._inductor.config as settings
 
     # A pool of compiling processes would cost more than these few kernels.
@@ -57,7 +69,7 @@ def _compiled(function: Callable[P, R]) -> Callable[P, R]:
     torch._dynamo.config.recompile_limit = VARIANTS
     # As many channels as pixels in a row is chance, not a kernel of its own.
     torch.fx.experimental._config.use_duck_shape = False
-    return torch.compile(function, dynamic=True, fullgraph=True)
+    return torch.compile(function, dynamic=dynamic or None, fullgraph=True)
 
 
 def _compile_errors() -> tuple[type[Exception], ...]:

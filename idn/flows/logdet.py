@@ -12,6 +12,7 @@ which the same products give for free.
 import functools
 import math
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -232,11 +233,24 @@ def jacobian(g: Map, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def exact_logdet(g: Map, x: Tensor) -> tuple[Tensor, Tensor]:
-    """From the whole Jacobian. det(I + J) > 0 since Lip(g) < 1, and in two dimensions it is one line."""
+    """From the whole Jacobian. det(I + J) > 0 since Lip(g) < 1."""
     gx, j = jacobian(g, x)
     if j.shape[-1] == 2:
-        return gx, torch.log((1 + j[:, 0, 0]) * (1 + j[:, 1, 1]) - j[:, 0, 1] * j[:, 1, 0])
+        return gx, plane_logdet(j[:, :, 0], j[:, :, 1])
     return gx, torch.linalg.slogdet(torch.eye(j.shape[-1], dtype=j.dtype, device=j.device) + j).logabsdet
+
+
+def plane_logdet(first: Tensor, second: Tensor) -> Tensor:
+    """ln det(I + J) in two dimensions, from the columns of J."""
+    return torch.log((1 + first[:, 0]) * (1 + second[:, 1]) - first[:, 1] * second[:, 0])
+
+
+def plane_step(x: Tensor, branch: Callable[[], Map]) -> tuple[Tensor, Tensor]:
+    """g(x) and the exact log-det in two dimensions in plain torch: small work, made to be compiled as a whole."""
+    n, eye = len(x), torch.eye(2, dtype=x.dtype, device=x.device)
+    rows = branch().tangents(torch.cat([x, eye.repeat_interleave(n, 0)]), n)
+    gx, first, second = rows.chunk(3)
+    return gx, plane_logdet(first, second)
 
 
 def trace_logdet(g: Map, x: Tensor, terms: int) -> tuple[Tensor, Tensor]:

@@ -98,6 +98,10 @@ class Map(Weights, ABC):
     def run(self, rows: Tensor, n: int) -> Run:
         """Values and tangents together, with what their derivatives need. Called where gradients are disabled."""
 
+    @abstractmethod
+    def tangents(self, rows: Tensor, n: int) -> Tensor:
+        """The rows of `run` in plain torch, which automatic differentiation and the compiler can follow."""
+
     def push(self, rows: Tensor, n: int) -> tuple[Tensor, Pull]:
         """Values and tangents as one differentiable step, and the transposed Jacobian (outside the graph)."""
         pulls: list[Pull] = []
@@ -145,7 +149,7 @@ class Affine(Map):
     def value(self, x: Tensor) -> Tensor:
         return self.product(x, self.bias.to(self.weight.dtype))
 
-    def points_and_tangents(self, rows: Tensor, n: int) -> Tensor:
+    def tangents(self, rows: Tensor, n: int) -> Tensor:
         """W on all rows; b on the points alone."""
         if len(rows) == n:
             return self.value(rows)
@@ -157,7 +161,7 @@ class Affine(Map):
         def back(grad: Tensor) -> tuple[Tensor, Gradients]:
             return self.transposed(grad).to(rows.dtype), self.gradients(rows, grad, n)
 
-        return Run(self.points_and_tangents(rows, n), self.transposed, back)
+        return Run(self.tangents(rows, n), self.transposed, back)
 
     def transposed(self, u: Tensor) -> Tensor:
         """W^T u."""
@@ -194,6 +198,11 @@ class Chain(Map):
             x = part.value(x)
         return x
 
+    def tangents(self, rows: Tensor, n: int) -> Tensor:
+        for part in self.maps:
+            rows = part.tangents(rows, n)
+        return rows
+
     def run(self, rows: Tensor, n: int) -> Run:
         pulls: list[Pull] = []
         backs: list[Back] = []
@@ -226,6 +235,9 @@ class InPrecision(Map):
 
     def value(self, x: Tensor) -> Tensor:
         return self.inner.value(x.to(self.dtype)).to(x.dtype)
+
+    def tangents(self, rows: Tensor, n: int) -> Tensor:
+        return self.inner.tangents(rows.to(self.dtype), n).to(rows.dtype)
 
     def run(self, rows: Tensor, n: int) -> Run:
         out, pull, back = self.inner.run(rows.to(self.dtype), n)

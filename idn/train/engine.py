@@ -61,6 +61,7 @@ def deepspeed_config(config: TrainConfig, workers: int, parameters: int) -> dict
                 "betas": list(optimiser.betas),
                 "weight_decay": optimiser.weight_decay,
                 "torch_adam": True,
+                "fused": True,
                 "adam_w_mode": False,
             },
         },
@@ -217,7 +218,7 @@ class Engine:
         optimizer = self._engine.optimizer if self.stage == 0 else self._engine.optimizer.optimizer
         state: dict[str, Tensor] = optimizer.state[tensor]
         if not state:
-            state["step"] = torch.tensor(0.0)
+            state["step"] = torch.tensor(0.0, device=tensor.device if optimizer.defaults.get("fused") else "cpu")
             state.update({key: torch.zeros_like(tensor, requires_grad=False) for key in MOMENTS})
         return state
 

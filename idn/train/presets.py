@@ -23,6 +23,7 @@ def toy_10(dataset: str, model: str) -> TrainConfig:
         length=Length(steps=50_000),
         data=Data(batch=500, limit_validation=10_000, limit_test=100_000),
         saving=Saving(checkpoint_every=2000),
+        engine=Engine(compile=True),
         watching=Watching(log_every=50, validate_every=2000, picture_every=10_000),
     )
 
@@ -41,6 +42,7 @@ def toy_tiny(dataset: str, model: str) -> TrainConfig:
         length=Length(steps=600),
         data=Data(batch=256, limit_validation=2000, limit_test=10_000),
         saving=Saving(checkpoint_every=200),
+        engine=Engine(),
         watching=Watching(log_every=10, validate_every=200, picture_every=300),
     )
 

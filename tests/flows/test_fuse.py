@@ -11,7 +11,7 @@ import torch
 import idn.flows.fuse
 from idn.flows.draws import Draws
 from idn.flows.fuse import fuse, fused
-from tests.flows.helpers import data_for, small_image_flow
+from tests.flows.helpers import data_for, small_image_flow, small_toy_flow
 
 
 @pytest.fixture
@@ -29,10 +29,20 @@ def value_and_gradient(flow, x):
     return likelihood.log_prob.detach(), {name: p.grad.clone() for name, p in flow.named_parameters()}
 
 
+def images(activation):
+    return small_image_flow("idensenet-lc", torch.float32, activation=activation)
+
+
+def points(model):
+    return small_toy_flow(model, torch.float32)
+
+
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
-@pytest.mark.parametrize("activation", ["lipswish", "clipswish"])
-def test_compiled_kernels_change_nothing_but_roundoff(compiled, activation):
-    flow = small_image_flow("idensenet-lc", torch.float32, activation=activation).train()
+@pytest.mark.parametrize(
+    ("make", "kind"), [(images, "lipswish"), (images, "clipswish"), (points, "idensenet-lc"), (points, "residual")]
+)
+def test_compiled_kernels_change_nothing_but_roundoff(compiled, make, kind):
+    flow = make(kind).train()
     x = data_for(flow, 4)
     fast = value_and_gradient(flow, x)
     fuse(False)

@@ -46,6 +46,7 @@ def check_contract(g, shape, seed=0):
     rows, pull = g.push(torch.cat([x, v]), n)
     values = g.value(x)
     torch.testing.assert_close(rows[:n], values)
+    torch.testing.assert_close(rows, g.tangents(torch.cat([x, v]), n))
     # The Jacobian by plain automatic differentiation of `value`.
     jacobians = [torch.autograd.functional.jacobian(lambda p: g.value(p[None])[0].flatten(), p) for p in x]
     for i in range(probes * n):
