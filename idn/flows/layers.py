@@ -18,6 +18,8 @@ START_ITERATIONS = 10
 CONVERGED = 2e-3
 """From a random vector: rounds of so many iterations, until so little can be missing, and at most so many rounds."""
 START_ROUNDS = 8
+NOISE = 1.15
+"""What rounding adds to a convolution's norm, over what it adds on average over frequencies."""
 LARGE = 2**16
 """Numbers in v."""
 ADAPTED_ITERATIONS = 10
@@ -185,8 +187,10 @@ class _Together:
         self._write("moved", moved / length.clamp_min(tiny))
         if self.first.precision is not None:
             self.v, self.others = top.v, top.others
-            bounded = self.weight / self._per_layer((sigma * (1 + top.missing) / self.first.coeff).clamp_min(1))
-            self._write("shrink", self._fit_rounding(bounded, self.first.precision))
+            norm = sigma * (1 + top.missing)
+            bounded = self.weight / self._per_layer((norm / self.first.coeff).clamp_min(1))
+            fit = self._outweigh_rounding if self.first.spatial else self._fit_rounding
+            self._write("shrink", fit(bounded, norm.clamp_max(self.first.coeff), self.first.precision))
 
     def _per_layer(self, numbers: Tensor) -> Tensor:
         return numbers.view(-1, *[1] * (self.weight.dim() - 1))
@@ -215,16 +219,34 @@ class _Together:
             lambda u: torch.stack([transpose(one) for (_, transpose), one in zip(singly, u, strict=True)]),
         )
 
-    def _fit_rounding(self, bounded: Tensor, precision: torch.dtype, rounds: int = 3) -> Tensor:
-        """Factors <= 1 for which the rounded weights obey the bound as well."""
-        coeff, shrink = self.first.coeff, torch.ones(len(bounded)).to(bounded)
+    def _fit_rounding(self, bounded: Tensor, norm: Tensor, precision: torch.dtype, rounds: int = 3) -> Tensor:
+        """Factors <= 1 for which the rounded weights obey the bound as well: theirs is followed too."""
+        shrink = torch.ones_like(norm)
         for _ in range(rounds):
             rounded = (bounded * self._per_layer(shrink)).to(precision).to(bounded.dtype)
-            norm = self._follow(rounded, self.others, iterations=1).sigma
-            # One unit of roundoff below: shrunk by less, a coarse entry could round up to where it was.
-            smaller = shrink * (coeff / norm.clamp_min(coeff) - torch.finfo(precision).eps / 2)
-            shrink = torch.where(norm > coeff * (1 + 2e-4), smaller, shrink)
+            shrink = self._smaller(shrink, self._follow(rounded, self.others, iterations=1).sigma, precision)
         return shrink
+
+    def _outweigh_rounding(self, bounded: Tensor, norm: Tensor, precision: torch.dtype) -> Tensor:
+        """The same for convolutions, whose products are dear: rounding adds E, and |W + E| <= |W| + |E|.
+
+        The entries of E are as good as independent of each other, so that at every frequency its norm comes close to
+        |E|_F (1 / sqrt(inputs) + 1 / sqrt(outputs)). Where they are not, E shows along v.
+        """
+        outputs, inputs = bounded.shape[1:3]
+        error = torch.linalg.vector_norm((bounded.to(precision).to(bounded.dtype) - bounded).flatten(1), dim=1)
+        noise = NOISE * error * (inputs**-0.5 + outputs**-0.5)
+        shrink = self.first.coeff / (norm + noise).clamp_min(self.first.coeff)
+        rounded = (bounded * self._per_layer(shrink)).to(precision).to(bounded.dtype)
+        image = self._operator(rounded)[0](self.v)
+        return self._smaller(shrink, torch.linalg.vector_norm(image.flatten(1), dim=1), precision)
+
+    def _smaller(self, shrink: Tensor, norm: Tensor, precision: torch.dtype) -> Tensor:
+        """Where the rounded weight's norm is too large, less of it."""
+        coeff = self.first.coeff
+        # One unit of roundoff below: shrunk by less, a coarse entry could round up to where it was.
+        smaller = shrink * (coeff / norm.clamp_min(coeff) - torch.finfo(precision).eps / 2)
+        return torch.where(norm > coeff * (1 + 2e-4), smaller, shrink)
 
 
 def _weight_is_known(layer: nn.Module, _: object) -> None:
