@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.grad import conv2d_weight
 
 from idn.flows.maps import Affine
-from idn.flows.norms import EXPLORER, FOLLOWED, Operator, TopSingular, top_singular, unit
+from idn.flows.norms import FOLLOWED, Operator, TopSingular, top_singular, unit
 from idn.flows.waves import strongest_wave
 
 START_ITERATIONS = 10
@@ -70,7 +70,9 @@ class SpectralLayer(nn.Module):
         # A 1x1 convolution acts on each pixel alone, so one pixel has the operator's norm.
         size = () if kernel is None else (1, 1) if kernel == 1 else image_size
         self.register_buffer("v", unit(torch.randn(1, inputs, *size, generator=generator)))
-        self.register_buffer("others", torch.randn(FOLLOWED, inputs, *size, generator=generator))
+        # A convolution's other vector is found anew at every step.
+        others = 0 if math.prod(size) > 1 else FOLLOWED
+        self.register_buffer("others", torch.randn(others, inputs, *size, generator=generator))
         self.register_buffer("u", torch.zeros(1, outputs, *size))
         self.register_buffer("noise", unit(torch.randn(1, inputs, *size, generator=generator)), persistent=False)
         self.register_buffer("previous", self.weight.detach().clone(), persistent=False)
@@ -200,12 +202,12 @@ class _Together:
             return self._follow(weight, self.others, iterations)
         height, width = self.v.shape[-2:]
         gain, wave = strongest_wave(weight, (height, width))
-        top = self._follow(weight, torch.cat([self.others[:, :1], wave.unsqueeze(1)], 1), iterations)
+        top = self._follow(weight, wave.unsqueeze(1), iterations)
         sigma, missing = top.sigma.clamp_min(torch.finfo(gain.dtype).tiny), top.missing
         if iterations < ADAPTED_ITERATIONS:
-            expected = torch.lerp(top.started[:, EXPLORER], gain, ADAPTS)
+            expected = torch.lerp(top.started[:, -1], gain, ADAPTS)
             missing = torch.maximum(missing, expected / sigma - 1)
-        return top._replace(missing=torch.minimum(missing, (gain / sigma - 1).clamp_min(0)))
+        return top._replace(missing=torch.minimum(missing, (gain / sigma - 1).clamp_min(0)), others=self.others)
 
     def _follow(self, weight: Tensor, others: Tensor, iterations: int) -> TopSingular:
         return top_singular(*self._operator(weight), self.v, others, self.noise, iterations)

@@ -72,27 +72,30 @@ def top_singular(
     """Improves every v by at least one iteration.
 
     `others` are the second vector, the explorer and, if known, the direction in which the explorer moved last; `noise`
-    is where an explorer starts anew.
+    is where an explorer starts anew. With an explorer that is found elsewhere, it is the only other, and none are kept.
     """
-    tiny, shape = torch.finfo(v.dtype).tiny, v.shape[2:]
+    tiny, shape, count = torch.finfo(v.dtype).tiny, v.shape[2:], min(FOLLOWED, 1 + others.shape[1])
     start = units(torch.cat([v, others], 1).flatten(2))
     shaped = apply(start.unflatten(2, shape))
-    vectors, images = start[:, :FOLLOWED], shaped.flatten(2)[:, :FOLLOWED]
-    last, last_images = start[:, FOLLOWED:], shaped.flatten(2)[:, FOLLOWED:]
+    vectors, images = start[:, :count], shaped.flatten(2)[:, :count]
+    last, last_images = start[:, count:], shaped.flatten(2)[:, count:]
 
     def gradient(vectors: Tensor, images: Tensor) -> Tensor:
         pulled = transpose(images.unflatten(2, shaped.shape[2:])).flatten(2)
         return pulled - images.square().sum(2, keepdim=True) * vectors
 
-    for _ in range(max(iterations, 1)):
+    for left in reversed(range(max(iterations, 1))):
         climb = gradient(vectors, images)
         lengths = torch.linalg.vector_norm(climb, dim=2)
         climb = units(climb)
         basis = torch.cat([vectors, climb, last], 1)
         basis_images = torch.cat([images, apply(climb.unflatten(2, shape)).flatten(2), last_images], 1)
-        mix = best_combinations(basis, basis_images, count=FOLLOWED)
+        if not left and count < FOLLOWED:
+            vectors = best_combinations(basis, basis_images, count=1) @ basis
+            break
+        mix = best_combinations(basis, basis_images, count=count)
         moved = mix.clone()
-        moved[..., :FOLLOWED] = 0
+        moved[..., :count] = 0
         vectors, images, last, last_images = mix @ basis, mix @ basis_images, moved @ basis, moved @ basis_images
         size = torch.linalg.vector_norm(last, dim=2, keepdim=True).clamp_min(tiny)
         last, last_images = last / size, last_images / size
@@ -100,19 +103,22 @@ def top_singular(
     vectors = units(vectors)
     first = vectors[:, :1]
     image = apply(first.unflatten(2, shape)).flatten(2)  # combined images carry roundoff
-    found = torch.cat([image, images[:, 1:]], 1).square().sum(2)
+    square = image.square().sum((1, 2))
     # An eigenvalue of A^T A lies within the gradient's length of |A v|^2.
     climb_left = torch.linalg.vector_norm(gradient(first, image), dim=(1, 2))
-    missing = torch.sqrt(1 + climb_left / found[:, 0].clamp_min(tiny)) - 1
-    explored = (lengths[:, 2] < SETTLED * found[:, 2]) & (found[:, 2] + lengths[:, 2] < found[:, 1])
-    explored, flat = explored[:, None, None], noise.flatten(2)
-    explorer = torch.where(explored, units(flat - (flat @ vectors.mT) @ vectors), vectors[:, 2:])
-    direction = torch.where(explored, torch.zeros_like(explorer), last[:, 2:])
+    missing = torch.sqrt(1 + climb_left / square.clamp_min(tiny)) - 1
+    if count == FOLLOWED:
+        second, third = images[:, 1:].square().sum(2).unbind(1)
+        explored = (lengths[:, EXPLORER] < SETTLED * third) & (third + lengths[:, EXPLORER] < second)
+        explored, flat = explored[:, None, None], noise.flatten(2)
+        explorer = torch.where(explored, units(flat - (flat @ vectors.mT) @ vectors), vectors[:, EXPLORER:])
+        direction = torch.where(explored, torch.zeros_like(explorer), last[:, EXPLORER:])
+        others = torch.cat([vectors[:, 1:2], explorer, direction], 1).unflatten(2, shape)
     return TopSingular(
         u=units(image).unflatten(2, shaped.shape[2:]),
         v=first.unflatten(2, shape),
-        sigma=found[:, 0].sqrt(),
-        missing=torch.where(found[:, 0] > 0, missing, torch.zeros_like(missing)),
-        others=torch.cat([vectors[:, 1:2], explorer, direction], 1).unflatten(2, shape),
+        sigma=square.sqrt(),
+        missing=torch.where(square > 0, missing, torch.zeros_like(missing)),
+        others=others,
         started=torch.linalg.vector_norm(shaped.flatten(2), dim=2),
     )
