@@ -175,13 +175,14 @@ def sample(job: Job, flow: Flow) -> Callable[[int], None]:
 
 
 def norms(job: Job, flow: Flow) -> Callable[[int], None]:
-    """Only what follows the optimiser's step."""
+    """Only what follows the optimiser's step, which moves weights to and fro."""
     generator = stream(0, "bench")
+    moves = [1 + 1e-4 * torch.randn(layer.weight.shape, generator=generator) for _, layer in flow.spectral_layers()]
 
     @torch.no_grad()
     def follow(seed: int) -> None:
-        for _, layer in flow.spectral_layers():
-            layer.weight.mul_(1 + 1e-4 * torch.randn(layer.weight.shape, generator=generator))
+        for (_, layer), move in zip(flow.spectral_layers(), moves, strict=True):
+            layer.weight.copy_(layer.weight / move if seed % 2 else layer.weight * move)
         flow.update_norms()
 
     return follow

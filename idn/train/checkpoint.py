@@ -52,6 +52,8 @@ class Progress:
     best: float | None = None
     last_validation: float | None = None
     feed: dict[str, Any] = field(default_factory=dict)
+    lines: list[dict[str, Any]] = field(default_factory=list)
+    """The newest lines of metrics.jsonl: a driver may die between taking and writing them."""
 
 
 @dataclass

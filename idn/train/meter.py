@@ -80,6 +80,11 @@ class Meter:
         }
 
 
+def line_of(record: dict[str, Any]) -> dict[str, Any]:
+    """What metrics.jsonl has of a record."""
+    return {name: value for name, value in record.items() if name not in ("sigmas", "lines")}
+
+
 def peak_memory(device: torch.device) -> int:
     """Most bytes that this worker has held so far."""
     if device.type == "cuda":

@@ -10,6 +10,7 @@ from idn import plots
 from idn.files import write_bytes
 from idn.train.config import TrainConfig
 from idn.train.feed import is_toy
+from idn.train.meter import line_of
 
 Record = dict[str, Any]
 
@@ -38,9 +39,9 @@ class Monitor:
     def write(self, record: Record) -> None:
         """Take one record of a worker."""
         if record["kind"] == "start":
-            self._start(record["step"])
+            self._start(record["step"], record.get("lines", []))
         if record["kind"] in ("start", "metrics", "validation", "saved"):
-            self._line({name: value for name, value in record.items() if name != "sigmas"})
+            self._line(line_of(record))
         if record["kind"] == "metrics":
             self._metrics(record)
         elif record["kind"] == "validation":
@@ -71,14 +72,18 @@ class Monitor:
             self._lines.close()
         self._board = self._lines = None
 
-    def _start(self, step: int) -> None:
+    def _start(self, step: int, remembered: list[Record]) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         self.close()
         path = self.folder / "metrics.jsonl"
-        if path.exists():
-            kept = [line for line in path.read_text().splitlines() if _step_of(line) <= step]
-            write_bytes(path, "".join(line + "\n" for line in kept).encode())
+        written = path.read_text().splitlines() if path.exists() else []
+        lines = [record for line in written if (record := _record(line))["step"] <= step]
+        known = {(record["kind"], record["step"]) for record in lines}
+        # What a driver before this one took and did not write.
+        lines += [record for record in remembered if (record["kind"], record["step"]) not in known]
+        lines.sort(key=lambda record: record["step"])
+        write_bytes(path, "".join(json.dumps(record) + "\n" for record in lines).encode())
         self._lines = path.open("a")
         self._board = SummaryWriter(str(self.folder / "tensorboard"), purge_step=step + 1 if step else None)
 
@@ -145,9 +150,9 @@ def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _step_of(line: str) -> float:
-    """A line's step; a line cut short by a crash is as if never written."""
+def _record(line: str) -> Record:
+    """A line's record; a line cut short by a crash belongs to no step."""
     try:
-        return float(json.loads(line).get("step", 0))
+        return {"step": 0} | json.loads(line)
     except ValueError:
-        return float("inf")
+        return {"kind": "cut", "step": float("inf")}

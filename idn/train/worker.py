@@ -6,14 +6,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from idn.train.checkpoint import Snapshot, checkpoint_name
+from idn.train.checkpoint import Progress, Snapshot, checkpoint_name
 from idn.train.config import Optimiser
 from idn.train.group import replicated
-from idn.train.meter import Meter
+from idn.train.meter import Meter, line_of
 from idn.train.session import Session
 from idn.train.showing import Show
 
 Record = dict[str, Any]
+
+LINES = 40
+"""Lines of metrics that a checkpoint keeps."""
 
 
 class Port(Protocol):
@@ -54,13 +57,16 @@ class StepResult:
 def train(session: Session, port: Port) -> Record:
     """Runs to the end, or to the step where it was asked to stop."""
     progress, config = session.progress, session.config
-    meter, show = Meter(session), Show(session, port.send)
-    port.send({"kind": "start", "step": progress.step, "steps": session.steps, **meter.facts()})
+    send = remembering(progress, port.send)
+    meter, show = Meter(session), Show(session, send)
+    port.send(
+        {"kind": "start", "step": progress.step, "steps": session.steps, "lines": progress.lines, **meter.facts()}
+    )
     stop = 0
     while progress.step < session.steps and not stop:
         result = train_step(session, port.stop_wanted)
         progress.step, stop = progress.step + 1, result.stop
-        meter.after(result, port.send)
+        meter.after(result, send)
         last = progress.step == session.steps or bool(stop)
         better = show.validate() if due(config.watching.validate_every, progress.step, last and not stop) else False
         if due(config.watching.picture_every, progress.step, last and not stop):
@@ -73,6 +79,17 @@ def train(session: Session, port: Port) -> Record:
         raise Preempted(f"stopped at step {progress.step} after a checkpoint")
     finished = progress.step == session.steps
     return {"finished": finished, "step": progress.step, **(show.final() if finished else {})}
+
+
+def remembering(progress: Progress, send: Callable[[Record], None]) -> Callable[[Record], None]:
+    """Sends records, and keeps the newest lines for the next checkpoint."""
+
+    def remember(record: Record) -> None:
+        if record["kind"] in ("metrics", "validation"):
+            progress.lines = [*progress.lines[1 - LINES :], line_of(record)]
+        send(record)
+
+    return remember
 
 
 def due(every: int, step: int, last: bool) -> bool:

@@ -36,6 +36,23 @@ def test_steps_done_again_replace_the_lost_ones(tmp_path: Path) -> None:
     assert values == {1: 3.0, 2: 7.0}
 
 
+def test_lines_that_a_lost_driver_did_not_write_come_back_with_the_checkpoint(tmp_path: Path) -> None:
+    monitor = Monitor(preset("moons", size="tiny"), tmp_path)
+    for item in (start(0), record(1), record(4)):
+        monitor.write(item)
+    monitor.write(start(4) | {"lines": [record(1, 9.0), record(2), record(3)]})
+    monitor.close()
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["value"]) for line in lines if line["kind"] == "metrics"] == [
+        (1, 3.0),
+        (2, 3.0),
+        (3, 3.0),
+        (4, 3.0),
+    ]
+    assert [line["step"] for line in lines] == sorted(line["step"] for line in lines)
+    assert not any("lines" in line for line in lines)
+
+
 def test_a_line_cut_short_by_a_crash_is_dropped(tmp_path: Path) -> None:
     monitor = Monitor(preset("moons", size="tiny"), tmp_path)
     (tmp_path / "metrics.jsonl").write_text(json.dumps(record(1)) + '\n{"kind": "metr')
