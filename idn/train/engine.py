@@ -148,7 +148,8 @@ class Engine:
 
     def accumulate(self, x: Tensor, draws: Draws, per_nat: float) -> Likelihood:
         """Forward and backward of one piece of the batch; the loss is -per_nat * mean log p(x)."""
-        likelihood: Likelihood = self._engine(x, draws)
+        # At ZeRO 3 a block whose input needs no gradient would lose its weights before its own gradients are made.
+        likelihood: Likelihood = self._engine(x.requires_grad_(self.stage == 3), draws)
         last = self._engine.is_gradient_accumulation_boundary()
         with self._averaging if self._averaging and last else nullcontext():
             self._engine.backward(-per_nat * likelihood.log_prob.mean())

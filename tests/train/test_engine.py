@@ -39,6 +39,9 @@ def two_workers(settings: dict[str, Any]) -> dict[str, Any]:
     found["plain"] = loops.interrupted(loops.tiny("moons", steps=8, freeze_lc=4), folder / "plain", 5)
     found["plain whole"] = loops.run(loops.tiny("moons", steps=8, freeze_lc=4), str(folder / "plain-whole"))
     found["frozen"] = loops.run(loops.tiny("moons", steps=4, freeze_lc=4), str(folder / "frozen"))
+    for zero in (0, 3):
+        compiled = loops.tiny("moons", steps=8, freeze_lc=4, compile=True, zero=zero)
+        found[f"compiled {zero}"] = loops.run(compiled, str(folder / f"compiled-{zero}"))
     found["curve"] = curve(folder)
     found["broken"] = loops.run_broken(folder, rank=1, at_step=2)
     return found
@@ -107,6 +110,12 @@ def test_an_interrupted_run_equals_a_whole_one_bit_for_bit(two: dict[str, Any], 
 
 def test_resume_without_deterministic_mode_is_exact_too(two: dict[str, Any]) -> None:
     assert two["plain"]["state"] == two["plain whole"]["state"]
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_compiled_blocks_of_the_plane_train_like_others(two: dict[str, Any], zero: int) -> None:
+    losses, reference = two[f"compiled {zero}"]["losses"], two["plain whole"]["losses"]
+    assert list(losses.values()) == pytest.approx(list(reference.values()), rel=1e-5)
 
 
 @pytest.mark.parametrize("zero", STAGES)
