@@ -7,8 +7,8 @@ conjugate gradient method, LOBPCG). What may still be missing is known from the 
 
 The first vector is v itself. The second is at hand when it overtakes. The third is an explorer, for what outgrows v
 without ever showing in v's gradient. It climbs on its own, orthogonally to the others; when it has settled below them,
-it starts anew at random. A convolution hardly mixes spatial frequencies, so there its explorer is another one at every
-step: the strongest wave (`waves.py`).
+it starts anew at random. A convolution hardly mixes spatial frequencies, so there the explorer is another one at every
+step, the strongest wave (`waves.py`), and v needs no other company.
 
 Operators of equal shape are followed together: the first dimension of every tensor counts operators, the second the
 vectors of each.
