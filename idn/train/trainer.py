@@ -46,6 +46,7 @@ from ray.train.v2._internal.execution.context import get_train_context
 
 from idn.train.loopback import loopback_only
 from idn.train.recovery import FreshNodes, take_over
+from idn.train.rendezvous import Meeting
 
 CHECKPOINTS = "checkpoints"
 POLL = 0.25
@@ -193,7 +194,7 @@ def make_trainer(config: TrainConfig, plan: Plan, relay: Any) -> Any:
     trainer = Trainer(
         worker_main,
         train_loop_config=settings,
-        torch_config=ray_train.torch.TorchConfig(backend="nccl" if plan.gpus else "gloo"),
+        torch_config=Meeting(backend="nccl" if plan.gpus else "gloo"),
         scaling_config=ray_train.ScalingConfig(
             num_workers=plan.most if plan.fewest == plan.most else (plan.fewest, plan.most),
             use_gpu=plan.gpus > 0,

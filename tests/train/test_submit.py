@@ -7,6 +7,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,26 @@ def test_the_cluster_listens_on_loopback_only(head: Any) -> None:
     _, folder = head
     ray = psutil.Process(int((folder / "state" / "pid").read_text()))
     found = listeners(ray)
+    assert len(found) > 5
+    assert {address for address in found if not address.endswith(("127.0.0.1", "::1"))} == set()
+
+
+def test_a_run_listens_on_loopback_only(tmp_path: Path) -> None:
+    """While workers train, the store where they meet among them."""
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    words = ["train", "moons", "--size", "tiny", "--workers", "2", "--steps", "100000", "--runs", str(tmp_path)]
+    command = str(Path(sys.executable).with_name("idn"))
+    log = (tmp_path / "log").open("w")
+    with subprocess.Popen([command, *words], env=environment, stdout=log, stderr=log) as run:
+        try:
+            metrics = tmp_path / "moons-tiny-idensenet-lc" / "metrics.jsonl"
+            deadline = time.monotonic() + 300
+            while not (metrics.exists() and '"metrics"' in metrics.read_text()):
+                assert run.poll() is None and time.monotonic() < deadline, (tmp_path / "log").read_text()
+                time.sleep(0.5)
+            found = listeners(psutil.Process(run.pid))
+        finally:
+            run.terminate()
     assert len(found) > 5
     assert {address for address in found if not address.endswith(("127.0.0.1", "::1"))} == set()
 
