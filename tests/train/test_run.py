@@ -1,5 +1,6 @@
 """Whole runs by the `idn` command on a real Ray cluster: what they leave behind, and what survives a kill."""
 
+import contextlib
 import json
 import os
 import re
@@ -10,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import ray
 from PIL import Image
@@ -46,16 +48,12 @@ def wait_for(condition: Callable[[], Any], process: "subprocess.Popen[str]") -> 
 
 
 def worker_processes() -> list[int]:
-    """Every Ray Train worker on this machine."""
+    """The Ray Train workers of the tests' own cluster; other runs on this machine are none of our business."""
     found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                command = (entry / "cmdline").read_bytes()
-            except OSError:
-                continue
-            if b"RayTrainWorker" in command:
-                found.append(int(entry.name))
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            if "RayTrainWorker" in " ".join(process.cmdline()):
+                found.append(process.pid)
     return found
 
 
