@@ -42,7 +42,11 @@ OURS = {
 
 
 def bucket_size(parameters: int) -> int:
-    """Gradients that are reduced together; DeepSpeed takes even sizes only."""
+    """Gradients that are reduced together; DeepSpeed takes even sizes only.
+
+    >>> bucket_size(186_161), bucket_size(10**9)
+    (23272, 20000000)
+    """
     return min(MOST_IN_BUCKET, 2 * -(-parameters // (2 * BUCKETS)))
 
 
