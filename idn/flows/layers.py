@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn.grad import conv2d_weight
 
 from idn.flows.maps import Affine
-from idn.flows.norms import FOLLOWED, Operator, TopSingular, top_singular, unit
-from idn.flows.waves import strongest_wave
+from idn.flows.norms import FOLLOWED, Operator, TopSingular, top_beside_wave, top_singular, unit
+from idn.flows.waves import STEPS, first_channels, strongest_wave
 
 START_ITERATIONS = 10
 CONVERGED = 2e-3
@@ -32,8 +32,9 @@ class SpectralLayer(nn.Module):
     """W x + b with W = weight / max(1, sigma / coeff), a matrix or a zero-padded convolution.
 
     sigma is the norm of the operator: for a k x k convolution that of the map between images of `image_size`. The
-    singular vectors u and v are kept from step to step, and the gradient flows through sigma = u^T W v with both
-    held fixed. `slack` is the share by which the norm may exceed sigma; the weight is divided by that much more.
+    singular vectors u and v are kept from step to step, with `others` that help to follow them, and the gradient flows
+    through sigma = u^T W v with both held fixed. `slack` is the share by which the norm may exceed sigma; the weight is
+    divided by that much more.
     `forward` returns the affine map with the normalised weight.
     """
 
@@ -70,9 +71,11 @@ class SpectralLayer(nn.Module):
         # A 1x1 convolution acts on each pixel alone, so one pixel has the operator's norm.
         size = () if kernel is None else (1, 1) if kernel == 1 else image_size
         self.register_buffer("v", unit(torch.randn(1, inputs, *size, generator=generator)))
-        # A convolution's other vector is found anew at every step.
-        others = 0 if math.prod(size) > 1 else FOLLOWED
-        self.register_buffer("others", torch.randn(others, inputs, *size, generator=generator))
+        if math.prod(size) > 1:
+            others = first_channels(self.weight.detach())
+        else:
+            others = torch.randn(FOLLOWED, inputs, *size, generator=generator)
+        self.register_buffer("others", others)
         self.register_buffer("u", torch.zeros(1, outputs, *size))
         self.register_buffer("noise", unit(torch.randn(1, inputs, *size, generator=generator)), persistent=False)
         self.register_buffer("previous", self.weight.detach().clone(), persistent=False)
@@ -165,7 +168,8 @@ class _Together:
     def __init__(self, layers: Sequence[SpectralLayer]) -> None:
         self.layers, self.first = layers, layers[0]
         self.weight = torch.stack([layer.weight.detach() for layer in layers])
-        self.v, self.others, self.noise = (self._buffers(name) for name in ("v", "others", "noise"))
+        self.v, self.noise = (self._buffers(name).flatten(2) for name in ("v", "noise"))
+        self.others = self._buffers("others")
 
     def _buffers(self, name: str) -> Tensor:
         return torch.stack([getattr(layer, name) for layer in self.layers])
@@ -180,15 +184,15 @@ class _Together:
         scaled = self.weight / self._per_layer(largest)
         change = (self._buffers("previous") - self.weight) / self._per_layer(largest)
         length, moved = (torch.linalg.vector_norm(w.flatten(1), dim=1) for w in (scaled, change))
-        top = self._top(scaled, iterations)
-        sigma = top.sigma * largest
-        found = {"u": top.u, "v": top.v, "others": top.others, "sigma": sigma, "slack": top.missing}
-        for name, values in found.items():
+        top, self.others = self._top(scaled, iterations)
+        self.v, sigma = top.v, top.sigma * largest
+        self._write("u", top.u.view(-1, *self.first.u.shape))
+        self._write("v", top.v.view(-1, *self.first.v.shape))
+        for name, values in {"others": self.others, "sigma": sigma, "slack": top.missing}.items():
             self._write(name, values)
         self._write("previous", self.weight)
         self._write("moved", moved / length.clamp_min(tiny))
         if self.first.precision is not None:
-            self.v, self.others = top.v, top.others
             norm = sigma * (1 + top.missing)
             bounded = self.weight / self._per_layer((norm / self.first.coeff).clamp_min(1))
             fit = self._outweigh_rounding if self.first.spatial else self._fit_rounding
@@ -197,36 +201,43 @@ class _Together:
     def _per_layer(self, numbers: Tensor) -> Tensor:
         return numbers.view(-1, *[1] * (self.weight.dim() - 1))
 
-    def _top(self, weight: Tensor, iterations: int) -> TopSingular:
+    def _top(self, weight: Tensor, iterations: int) -> tuple[TopSingular, Tensor]:
         if not self.first.spatial:
-            return self._follow(weight, self.others, iterations)
-        height, width = self.v.shape[-2:]
-        gain, wave = strongest_wave(weight, (height, width))
-        top = self._follow(weight, wave.unsqueeze(1), iterations)
+            return self._follow(weight, iterations)
+        height, width = self.first.v.shape[-2:]
+        gain, wave, channels = strongest_wave(weight, (height, width), self.others, min(1 + iterations, STEPS))
+        top, length = top_beside_wave(*self._operator(weight), self.v, wave.flatten(1).unsqueeze(1), iterations)
         sigma, missing = top.sigma.clamp_min(torch.finfo(gain.dtype).tiny), top.missing
         if iterations < ADAPTED_ITERATIONS:
-            expected = torch.lerp(top.started[:, -1], gain, ADAPTS)
-            missing = torch.maximum(missing, expected / sigma - 1)
-        return top._replace(missing=torch.minimum(missing, (gain / sigma - 1).clamp_min(0)), others=self.others)
+            missing = torch.maximum(missing, torch.lerp(length, gain, ADAPTS) / sigma - 1)
+        return top._replace(missing=torch.minimum(missing, (gain / sigma - 1).clamp_min(0))), channels
 
-    def _follow(self, weight: Tensor, others: Tensor, iterations: int) -> TopSingular:
-        return top_singular(*self._operator(weight), self.v, others, self.noise, iterations)
+    def _follow(self, weight: Tensor, iterations: int) -> tuple[TopSingular, Tensor]:
+        others = self.others.flatten(2)
+        top, others = top_singular(*self._operator(weight), self.v, others, self.noise, iterations)
+        return top, others.view_as(self.others)
 
     def _operator(self, weight: Tensor) -> tuple[Operator, Operator]:
+        """x -> W x and its transpose for all layers, each with several vectors: L x m x n."""
         if self.first.padding is None:
             return lambda x: x @ weight.mT, lambda u: u @ weight
         singly = [self.first.operator(one) for one in weight]
-        return (
-            lambda x: torch.stack([apply(one) for (apply, _), one in zip(singly, x, strict=True)]),
-            lambda u: torch.stack([transpose(one) for (_, transpose), one in zip(singly, u, strict=True)]),
-        )
+
+        def each(which: int, shape: torch.Size) -> Operator:
+            def products(x: Tensor) -> Tensor:
+                images = x.unflatten(2, shape)
+                return torch.stack([f[which](one).flatten(1) for f, one in zip(singly, images, strict=True)])
+
+            return products
+
+        return each(0, self.first.v.shape[1:]), each(1, self.first.u.shape[1:])
 
     def _fit_rounding(self, bounded: Tensor, norm: Tensor, precision: torch.dtype, rounds: int = 3) -> Tensor:
         """Factors <= 1 for which the rounded weights obey the bound as well: theirs is followed too."""
         shrink = torch.ones_like(norm)
         for _ in range(rounds):
             rounded = (bounded * self._per_layer(shrink)).to(precision).to(bounded.dtype)
-            shrink = self._smaller(shrink, self._follow(rounded, self.others, iterations=1).sigma, precision)
+            shrink = self._smaller(shrink, self._follow(rounded, iterations=1)[0].sigma, precision)
         return shrink
 
     def _outweigh_rounding(self, bounded: Tensor, norm: Tensor, precision: torch.dtype) -> Tensor:
@@ -241,7 +252,7 @@ class _Together:
         shrink = self.first.coeff / (norm + noise).clamp_min(self.first.coeff)
         rounded = (bounded * self._per_layer(shrink)).to(precision).to(bounded.dtype)
         image = self._operator(rounded)[0](self.v)
-        return self._smaller(shrink, torch.linalg.vector_norm(image.flatten(1), dim=1), precision)
+        return self._smaller(shrink, torch.linalg.vector_norm(image, dim=(1, 2)), precision)
 
     def _smaller(self, shrink: Tensor, norm: Tensor, precision: torch.dtype) -> Tensor:
         """Where the rounded weight's norm is too large, less of it."""

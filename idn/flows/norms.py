@@ -7,11 +7,11 @@ conjugate gradient method, LOBPCG). What may still be missing is known from the 
 
 The first vector is v itself. The second is at hand when it overtakes. The third is an explorer, for what outgrows v
 without ever showing in v's gradient. It climbs on its own, orthogonally to the others; when it has settled below them,
-it starts anew at random. A convolution hardly mixes spatial frequencies, so there the explorer is another one at every
-step, the strongest wave (`waves.py`), and v needs no other company.
+it starts anew at random. A convolution's products are dear, and it hardly mixes spatial frequencies: there v is
+followed alone, with the strongest wave (`waves.py`) at its side, which is sought at every step.
 
 Operators of equal shape are followed together: the first dimension of every tensor counts operators, the second the
-vectors of each.
+vectors of each, the third their entries.
 """
 
 from collections.abc import Callable
@@ -24,17 +24,12 @@ Operator = Callable[[Tensor], Tensor]
 
 
 class TopSingular(NamedTuple):
-    """Per operator: |u| = |v| = 1 with A v = sigma u, the share that sigma may miss, and what to go on from.
-
-    `started` are the lengths |A x| of the vectors of length 1 that it started from.
-    """
+    """Per operator: |u| = |v| = 1 with A v = sigma u, and the share that sigma may miss."""
 
     u: Tensor
     v: Tensor
     sigma: Tensor
     missing: Tensor
-    others: Tensor
-    started: Tensor
 
 
 FOLLOWED = 3
@@ -68,57 +63,69 @@ def best_combinations(basis: Tensor, images: Tensor, count: int) -> Tensor:
 
 def top_singular(
     apply: Operator, transpose: Operator, v: Tensor, others: Tensor, noise: Tensor, iterations: int
-) -> TopSingular:
-    """Improves every v by at least one iteration.
+) -> tuple[TopSingular, Tensor]:
+    """Improves every v by at least one iteration; also gives the others to go on with.
 
-    `others` are the second vector, the explorer and, if known, the direction in which the explorer moved last; `noise`
-    is where an explorer starts anew. With an explorer that is found elsewhere, it is the only other, and none are kept.
+    `others` are the second vector, the explorer and the direction in which the explorer moved last; `noise` is where
+    an explorer starts anew.
     """
-    tiny, shape, count = torch.finfo(v.dtype).tiny, v.shape[2:], min(FOLLOWED, 1 + others.shape[1])
-    start = units(torch.cat([v, others], 1).flatten(2))
-    shaped = apply(start.unflatten(2, shape))
-    vectors, images = start[:, :count], shaped.flatten(2)[:, :count]
-    last, last_images = start[:, count:], shaped.flatten(2)[:, count:]
-
-    def gradient(vectors: Tensor, images: Tensor) -> Tensor:
-        pulled = transpose(images.unflatten(2, shaped.shape[2:])).flatten(2)
-        return pulled - images.square().sum(2, keepdim=True) * vectors
-
-    for left in reversed(range(max(iterations, 1))):
-        climb = gradient(vectors, images)
+    start = units(torch.cat([v, others], 1))
+    (vectors, last), (images, last_images) = (x.split(FOLLOWED, 1) for x in (start, apply(start)))
+    for _ in range(max(iterations, 1)):
+        climb = gradient(transpose, vectors, images)
         lengths = torch.linalg.vector_norm(climb, dim=2)
-        climb = units(climb)
-        basis = torch.cat([vectors, climb, last], 1)
-        basis_images = torch.cat([images, apply(climb.unflatten(2, shape)).flatten(2), last_images], 1)
-        if not left and count < FOLLOWED:
-            vectors = best_combinations(basis, basis_images, count=1) @ basis
-            break
-        mix = best_combinations(basis, basis_images, count=count)
-        moved = mix.clone()
-        moved[..., :count] = 0
-        vectors, images, last, last_images = mix @ basis, mix @ basis_images, moved @ basis, moved @ basis_images
-        size = torch.linalg.vector_norm(last, dim=2, keepdim=True).clamp_min(tiny)
-        last, last_images = last / size, last_images / size
+        basis = torch.cat([vectors, units(climb), last], 1)
+        basis_images = torch.cat([images, apply(units(climb)), last_images], 1)
+        mix = best_combinations(basis, basis_images, FOLLOWED)
+        vectors, images = mix @ basis, mix @ basis_images
+        last, last_images = moves(mix, basis, basis_images)
 
     vectors = units(vectors)
+    second, third = images[:, 1:].square().sum(2).unbind(1)
+    explored = (lengths[:, EXPLORER] < SETTLED * third) & (third + lengths[:, EXPLORER] < second)
+    explored = explored[:, None, None]
+    explorer = torch.where(explored, units(noise - (noise @ vectors.mT) @ vectors), vectors[:, EXPLORER:])
+    direction = torch.where(explored, torch.zeros_like(explorer), last[:, EXPLORER:])
     first = vectors[:, :1]
-    image = apply(first.unflatten(2, shape)).flatten(2)  # combined images carry roundoff
+    # Applied once more: combined images carry roundoff.
+    return found(transpose, first, apply(first)), torch.cat([vectors[:, 1:2], explorer, direction], 1)
+
+
+def top_beside_wave(
+    apply: Operator, transpose: Operator, v: Tensor, wave: Tensor, iterations: int
+) -> tuple[TopSingular, Tensor]:
+    """The same with as few products as can be; also gives the length |A w| of the wave's vector w of length 1."""
+    basis = units(torch.cat([v, wave], 1))
+    images = apply(basis)
+    length = torch.linalg.vector_norm(images[:, 1], dim=1)
+    mix = best_combinations(basis, images, count=2)
+    (vector, last), (image, last_image) = ((mix @ x).split(1, 1) for x in (basis, images))
+    for _ in range(max(iterations, 1)):
+        climb = units(gradient(transpose, vector, image))
+        basis, images = torch.cat([vector, climb, last], 1), torch.cat([image, apply(climb), last_image], 1)
+        mix = best_combinations(basis, images, count=1)
+        vector, image = mix @ basis, mix @ images
+        last, last_image = moves(mix, basis, images)
+    return found(transpose, vector, image), length
+
+
+def gradient(transpose: Operator, vectors: Tensor, images: Tensor) -> Tensor:
+    """A^T A v - |A v|^2 v for vectors of length 1."""
+    return transpose(images) - images.square().sum(2, keepdim=True) * vectors
+
+
+def moves(mix: Tensor, basis: Tensor, images: Tensor) -> tuple[Tensor, Tensor]:
+    """The directions in which vectors moved away from what they were, the first of the basis; and their images."""
+    added = mix.clone()
+    added[..., : mix.shape[1]] = 0
+    direction = added @ basis
+    size = torch.linalg.vector_norm(direction, dim=2, keepdim=True).clamp_min(torch.finfo(mix.dtype).tiny)
+    return direction / size, added @ images / size
+
+
+def found(transpose: Operator, v: Tensor, image: Tensor) -> TopSingular:
+    """An eigenvalue of A^T A lies within the gradient's length of |A v|^2."""
     square = image.square().sum((1, 2))
-    # An eigenvalue of A^T A lies within the gradient's length of |A v|^2.
-    climb_left = torch.linalg.vector_norm(gradient(first, image), dim=(1, 2))
-    missing = torch.sqrt(1 + climb_left / square.clamp_min(tiny)) - 1
-    if count == FOLLOWED:
-        second, third = images[:, 1:].square().sum(2).unbind(1)
-        explored = (lengths[:, EXPLORER] < SETTLED * third) & (third + lengths[:, EXPLORER] < second)
-        explored, flat = explored[:, None, None], noise.flatten(2)
-        explorer = torch.where(explored, units(flat - (flat @ vectors.mT) @ vectors), vectors[:, EXPLORER:])
-        direction = torch.where(explored, torch.zeros_like(explorer), last[:, EXPLORER:])
-        others = torch.cat([vectors[:, 1:2], explorer, direction], 1).unflatten(2, shape)
-    return TopSingular(
-        u=units(image).unflatten(2, shaped.shape[2:]),
-        v=first.unflatten(2, shape),
-        sigma=square.sqrt(),
-        missing=torch.where(square > 0, missing, torch.zeros_like(missing)),
-        others=others,
-        started=torch.linalg.vector_norm(shaped.flatten(2), dim=2),
-    )
+    climb_left = torch.linalg.vector_norm(gradient(transpose, v, image), dim=(1, 2))
+    missing = torch.sqrt(1 + climb_left / square.clamp_min(torch.finfo(v.dtype).tiny)) - 1
+    return TopSingular(units(image), v, square.sqrt(), torch.where(square > 0, missing, torch.zeros_like(missing)))

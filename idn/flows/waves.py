@@ -6,11 +6,11 @@ Where there are no edges, a convolution turns a wave of frequency f and channels
 
 A zero-padded convolution is a part (a compression) of this one, so its norm is at most max_f |K(f)|, and on large
 images hardly less: a wave that fades towards the edges comes near. K(f) is smooth, so a coarse grid of frequencies
-shows where the largest norm is, wherever it was before. Nothing is kept from step to step.
+shows where the largest norm is, wherever it was before. The channels of each frequency are kept from step to step.
 
-The norms come from the Gram matrices K(f) K(f)* = sum_l C_l exp(i f.l), with C_l the sum of K_s K_t^T over taps
-s - t = l, or from K(f)* K(f) where that is smaller. In all tensors the first dimension counts convolutions of equal
-shape, and a dimension of frequencies comes second.
+K(f) is never made: taps are applied to the channels of all frequencies in one matrix product. In all tensors the first
+dimension counts convolutions of equal shape, and a dimension of frequencies comes second. Complex numbers are pairs of
+real ones, in a dimension before the channels.
 """
 
 import math
@@ -20,15 +20,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from idn.flows.norms import units
+from idn.flows.norms import Operator, units
 
-GRID = 10
+GRID = 8
 """Frequencies per axis of the grid for a 3x3 kernel; in proportion for larger ones, whose K(f) varies faster."""
 STEPS = 8
-"""Lanczos steps at every frequency of the grid."""
+"""Most Lanczos steps at every frequency of the grid."""
 BEST = 6
-BEST_STEPS = 8
-"""So many frequencies are then moved to their best places off the grid, and get so many steps more."""
+"""So many frequencies are then moved to their best places off the grid, and get another step."""
+NOISE = 0.05
+"""Added to channels of length 1, lest they are orthogonal to what outgrows them."""
 OFFSETS = 5
 """Places per axis that a frequency can be moved to, between one neighbour's half way and the other's."""
 SQUARINGS = 7
@@ -36,68 +37,87 @@ SQUARINGS = 7
 
 
 class Wave(NamedTuple):
-    """Per convolution: the gain max_f |K(f)|, and the wave that has it, fading towards the edges, as one image."""
+    """Per convolution: the gain max_f |K(f)|, the wave that has it, fading towards the edges, as one image, and the
+    channels of all frequencies to go on from."""
 
     gain: Tensor
     image: Tensor
+    channels: Tensor
 
 
-def strongest_wave(weight: Tensor, size: tuple[int, int]) -> Wave:
-    """For convolutions L x O x I x k x k with odd k on images of `size`."""
+def first_channels(weight: Tensor) -> Tensor:
+    """For a kernel O x I x k x k: the same for every frequency, at random."""
+    outputs, inputs, kernel, _ = weight.shape
+    return _noise(min(outputs, inputs)).to(weight).repeat(len(grid(kernel)[0]), 1, 1)
+
+
+def strongest_wave(weight: Tensor, size: tuple[int, int], channels: Tensor, steps: int = STEPS) -> Wave:
+    """For convolutions L x O x I x k x k with odd k on images of `size`, in `steps` steps at every frequency."""
     wide = weight.shape[1] <= weight.shape[2]
-    lags = autocorrelation(weight if wide else weight.transpose(1, 2))
+    taps = Taps(weight if wide else weight.transpose(1, 2))
     frequencies, offsets = (x.to(weight) for x in grid(weight.shape[-1]))
     frequencies = frequencies.expand(len(weight), -1, -1)
-    start = _noise(lags.shape[-1]).to(lags.dtype.to_complex()).expand(*frequencies.shape[:2], -1)
-    _, channels = lanczos(gram(lags, frequencies), start, STEPS)
+    _, channels = largest_eigenvalue(taps.gram(frequencies), channels + NOISE * _noise(taps.outputs).to(weight), steps)
 
     places = frequencies.unsqueeze(2) + offsets
-    gains, place = lengths_at(lags, channels, places).max(2)
+    gains, place = taps.lengths_at(places, channels).max(2)
     best = gains.topk(min(BEST, gains.shape[1]), dim=1).indices
     frequencies = _pick(places.flatten(1, 2), best * len(offsets) + place.gather(1, best))
-    squares, channels = lanczos(gram(lags, frequencies), _pick(channels, best), BEST_STEPS)
+    squares, best_channels = largest_eigenvalue(taps.gram(frequencies), _pick(channels, best), steps + 1)
 
     square, first = squares.max(1, keepdim=True)
-    frequency, channels = _pick(frequencies, first)[:, 0], _pick(channels, first)[:, 0]
-    # Of K^T the Gram matrix is the complex conjugate of K* K; and K* takes the channels put out to those put in.
-    inputs = _transposed(weight, frequency, channels) if wide else channels.conj()
-    return Wave(square[:, 0].clamp_min(0).sqrt(), fading(frequency, inputs, size))
+    frequency, strongest = _pick(frequencies, first), _pick(best_channels, first)
+    # K* takes channels put out to those put in. What K^T puts out is the complex conjugate of what goes into K.
+    inputs = taps.pull(strongest, taps.turns(frequency)) if wide else strongest * strongest.new_tensor([[1.0], [-1.0]])
+    return Wave(square[:, 0].clamp_min(0).sqrt(), fading(frequency[:, 0], inputs[:, 0], size), channels)
 
 
-def autocorrelation(weight: Tensor) -> Tensor:
-    """C_l for all lags l of -(k-1) .. k-1 in both directions: L x (2k-1)^2 x O x O."""
-    count, outputs, inputs, kernel, _ = weight.shape
-    rows = weight.permute(0, 3, 4, 1, 2).reshape(count, -1, inputs)
-    products = (rows @ rows.mT).view(count, kernel**2, outputs, kernel**2, outputs).transpose(2, 3).flatten(1, 2)
-    lags = products.new_zeros(count, (2 * kernel - 1) ** 2, outputs, outputs)
-    return lags.index_add_(1, _lag_of_pair(kernel).to(lags.device), products)
+class Taps:
+    """Kernels L x O x I x k x k as K(f) at any frequencies; O had better be the smaller one."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.outputs, self.kernel = weight.shape[1], weight.shape[-1]
+        self.rows = weight.permute(0, 3, 4, 1, 2).flatten(1, 3)
+
+    def turns(self, frequencies: Tensor) -> Tensor:
+        """exp(i f.t) for all taps t as the matrix that turns and sums what they put out: L x F x 2 x 2T."""
+        angles = frequencies @ _places(self.kernel).to(frequencies).mT
+        cos, sin = angles.cos(), angles.sin()
+        return torch.stack([torch.cat([cos, -sin], -1), torch.cat([sin, cos], -1)], -2)
+
+    def push(self, channels: Tensor, turns: Tensor) -> Tensor:
+        """K(f) c = sum_t exp(i f.t) K_t c."""
+        each_tap = channels.flatten(1, 2) @ self.rows.mT
+        return turns @ each_tap.view(*turns.shape[:2], -1, self.outputs)
+
+    def pull(self, channels: Tensor, turns: Tensor) -> Tensor:
+        """K(f)* c, the transpose."""
+        each_tap = (turns.mT @ channels).view(len(channels), 2 * channels.shape[1], -1)
+        return (each_tap @ self.rows).view(*channels.shape[:3], -1)
+
+    def gram(self, frequencies: Tensor) -> Operator:
+        """c -> K(f) K(f)* c."""
+        turns = self.turns(frequencies)
+        return lambda channels: self.push(self.pull(channels, turns), turns)
+
+    def lengths_at(self, places: Tensor, channels: Tensor) -> Tensor:
+        """|K(f)* c|^2 of each frequency's channels c at several places f near it: L x F x P."""
+        pulled = channels.flatten(1, 2).unsqueeze(1) @ self.rows.unflatten(1, (-1, self.outputs))
+        each_tap = pulled.unflatten(2, (-1, 2)).permute(0, 2, 3, 1, 4).flatten(2, 3)
+        products = each_tap @ each_tap.mT
+        turns = self.turns(-places.flatten(1, 2)).flatten(1, 2).view(*places.shape[:2], -1, products.shape[-1])
+        return ((turns @ products) * turns).sum(-1).unflatten(2, (-1, 2)).sum(-1)
 
 
-def gram(lags: Tensor, frequencies: Tensor) -> Tensor:
-    """sum_l C_l exp(i f.l): L x F x O x O."""
-    turns = frequencies @ _places(math.isqrt(lags.shape[1])).to(frequencies).mT
-    flat = lags.flatten(2)
-    return torch.complex(turns.cos() @ flat, turns.sin() @ flat).unflatten(2, lags.shape[2:])
-
-
-def lengths_at(lags: Tensor, channels: Tensor, places: Tensor) -> Tensor:
-    """|K(f)* c|^2 of each frequency's channels c at several places f near it: L x F x P."""
-    parts = torch.view_as_real(channels).permute(0, 2, 1, 3).flatten(2)
-    pulled = torch.view_as_complex((lags @ parts.unsqueeze(1)).unflatten(3, (-1, 2)))
-    forms = torch.einsum("lfo,ltof->lft", channels.conj(), pulled)
-    turns = places @ _places(math.isqrt(lags.shape[1])).to(places).mT
-    return (turns.cos() * forms.real.unsqueeze(2) - turns.sin() * forms.imag.unsqueeze(2)).sum(3)
-
-
-def lanczos(matrices: Tensor, start: Tensor, steps: int) -> tuple[Tensor, Tensor]:
-    """The largest eigenvalue of each Hermitian matrix without negative ones, in `steps` steps, and its vector."""
+def largest_eigenvalue(matrix: Operator, start: Tensor, steps: int) -> tuple[Tensor, Tensor]:
+    """Of each symmetric matrix without negative eigenvalues by `steps` Lanczos steps; and its vector."""
     vectors: list[Tensor] = []
-    diagonal, beside, rest = [], [], start
+    diagonal, beside, rest = [], [], start.flatten(2)
     for step in range(min(steps, start.shape[-1])):
         length = torch.linalg.vector_norm(rest, dim=-1, keepdim=True)
         vector = rest / length.clamp_min(torch.finfo(length.dtype).tiny)
-        image = (matrices @ vector.unsqueeze(-1)).squeeze(-1)
-        along = (vector.conj() * image).real.sum(-1, keepdim=True)
+        image = matrix(vector.view_as(start)).flatten(2)
+        along = (vector * image).sum(-1, keepdim=True)
         rest = image - along * vector - (length * vectors[-1] if step else 0)
         vectors.append(vector)
         diagonal.append(along)
@@ -105,7 +125,7 @@ def lanczos(matrices: Tensor, start: Tensor, steps: int) -> tuple[Tensor, Tensor
     off = torch.cat(beside, -1)[..., 1:]
     small = torch.diag_embed(torch.cat(diagonal, -1)) + torch.diag_embed(off, 1) + torch.diag_embed(off, -1)
     value, mix = _largest(small)
-    return value, units((mix.to(start.dtype).unsqueeze(-2) @ torch.stack(vectors, -2)).squeeze(-2))
+    return value, units((mix.unsqueeze(-2) @ torch.stack(vectors, -2)).squeeze(-2)).view_as(start)
 
 
 def _largest(matrices: Tensor) -> tuple[Tensor, Tensor]:
@@ -122,21 +142,15 @@ def _largest(matrices: Tensor) -> tuple[Tensor, Tensor]:
 def fading(frequency: Tensor, channels: Tensor, size: tuple[int, int]) -> Tensor:
     """Re exp(i f.p) c, largest in the middle of the image and 0 just outside: L x C x H x W."""
     rows, columns = (torch.arange(n).to(frequency) for n in size)
-    windows = [torch.sin(math.pi * (x + 1) / (len(x) + 1)) for x in (rows, columns)]
-    down = torch.polar(windows[0].expand(len(frequency), -1), frequency[:, :1] * rows)
-    across = torch.polar(windows[1].expand(len(frequency), -1), frequency[:, 1:] * columns)
-    return torch.einsum("lc,lh,lw->lchw", channels, down, across).real
-
-
-def _transposed(weight: Tensor, frequency: Tensor, channels: Tensor) -> Tensor:
-    turns = frequency @ _places(weight.shape[-1]).to(frequency).mT
-    symbol = torch.einsum("lt,loit->loi", torch.polar(torch.ones_like(turns), turns), weight.flatten(3).to(channels))
-    return torch.einsum("loi,lo->li", symbol.conj(), channels)
+    down, across = (torch.sin(math.pi * (x + 1) / (len(x) + 1)) for x in (rows, columns))
+    angles = frequency[:, 0, None, None] * rows[:, None] + frequency[:, 1, None, None] * columns
+    waves = torch.stack([angles.cos(), -angles.sin()], 1) * torch.outer(down, across)
+    return (channels.mT @ waves.flatten(2)).unflatten(2, size)
 
 
 def _pick(values: Tensor, indices: Tensor) -> Tensor:
     """Of each convolution's rows, those at its indices."""
-    return torch.take_along_dim(values, indices.unsqueeze(-1), 1)
+    return torch.take_along_dim(values, indices.view(*indices.shape, *[1] * (values.dim() - 2)), 1)
 
 
 @cache
@@ -157,14 +171,7 @@ def _places(width: int) -> Tensor:
 
 
 @cache
-def _lag_of_pair(kernel: int) -> Tensor:
-    """Which of the lags s - t each pair of taps s, t has."""
-    taps, width = _places(kernel), 2 * kernel - 1
-    lag = (taps[:, None] - taps[None]) + kernel - 1
-    return (lag[..., 0] * width + lag[..., 1]).flatten()
-
-
-@cache
 def _noise(size: int) -> Tensor:
-    """Channels to start from: at random, so that they are orthogonal to nothing."""
-    return torch.randn(size, dtype=torch.complex128, generator=torch.Generator().manual_seed(size))
+    """Channels of length 1, orthogonal to nothing."""
+    noise = torch.randn(2, size, dtype=torch.float64, generator=torch.Generator().manual_seed(size))
+    return noise / noise.norm()

@@ -9,7 +9,7 @@ import torch
 import idn
 from idn.data import dequantise, open_stream
 from idn.flows.layers import SpectralLayer
-from idn.flows.waves import autocorrelation, gram, strongest_wave
+from idn.flows.waves import Taps, first_channels, strongest_wave
 from idn.streams import stream
 from tests.flows.helpers import true_norm
 
@@ -29,6 +29,10 @@ def make_layer(shape, seed=0):
     return SpectralLayer(inputs, outputs, 0.9, stream(seed, "layer"), kernel, image)
 
 
+def wave_of(weight, size):
+    return strongest_wave(weight.unsqueeze(0), size, first_channels(weight).unsqueeze(0))
+
+
 def symbol(weight, frequency):
     """K(f), written out."""
     radius = weight.shape[-1] // 2
@@ -40,14 +44,20 @@ def symbol(weight, frequency):
     return total
 
 
-def test_gram_matrices_are_those_of_the_symbol():
+def test_taps_apply_the_symbol():
     weight = torch.randn(2, 4, 5, 3, 3, generator=stream(0, "weight"), dtype=torch.float64)
     frequencies = torch.tensor([[0.3, -1.1], [2.0, 0.7]], dtype=torch.float64)
-    found = gram(autocorrelation(weight), frequencies.expand(2, -1, -1))
-    for one, matrices in zip(weight, found, strict=True):
-        for frequency, matrix in zip(frequencies.tolist(), matrices, strict=True):
-            expected = symbol(one, frequency)
-            torch.testing.assert_close(matrix, expected @ expected.mH)
+    channels = torch.randn(2, 2, 2, 4, generator=stream(0, "channels"), dtype=torch.float64)
+    taps, each = Taps(weight), frequencies.expand(2, -1, -1)
+    found = taps.gram(each)(channels)
+    lengths = taps.lengths_at(torch.stack([each, 2 * each], 2), channels)
+    for i, one in enumerate(weight):
+        for j, frequency in enumerate(frequencies):
+            c = torch.complex(*channels[i, j])
+            near, far = (symbol(one, place.tolist()) for place in (frequency, 2 * frequency))
+            torch.testing.assert_close(torch.complex(*found[i, j]), near @ near.mH @ c)
+            expected = torch.stack([(k.mH @ c).norm() ** 2 for k in (near, far)])
+            torch.testing.assert_close(lengths[i, j], expected)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -56,7 +66,7 @@ def test_gain_is_the_largest_norm_of_the_symbol(shape):
     for seed in range(2):
         layer = make_layer(shape, seed)
         weight = layer.weight.detach()
-        gain, image = strongest_wave(weight.unsqueeze(0), shape[3])
+        gain, image, _ = wave_of(weight, shape[3])
         angles = [2 * math.pi * i / 36 for i in range(36)]
         largest = max(torch.linalg.matrix_norm(symbol(weight, (y, x)), 2).item() for y in angles for x in angles[:19])
         assert gain.item() == pytest.approx(largest, rel=5e-3)
@@ -67,14 +77,14 @@ def test_gain_is_the_largest_norm_of_the_symbol(shape):
 def test_the_wave_itself_is_lengthened_by_nearly_the_gain_on_a_large_image():
     for shape in [(5, 3, 3, (40, 40)), (3, 5, 3, (40, 40))]:
         layer = make_layer(shape)
-        gain, image = strongest_wave(layer.weight.detach().unsqueeze(0), shape[3])
+        gain, image, _ = wave_of(layer.weight.detach(), shape[3])
         apply, _ = layer.operator(layer.weight.detach())
         assert apply(image).norm() / image.norm() > 0.99 * gain
 
 
 def test_zero_and_extreme_weights_have_finite_waves():
     for scale in (0.0, 1.0):
-        wave = strongest_wave(torch.full((1, 3, 2, 3, 3), scale), (4, 4))
+        wave = wave_of(torch.full((3, 2, 3, 3), scale), (4, 4))
         assert all(torch.isfinite(x).all() for x in wave)
 
 
