@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-MEMORY = 6
+MEMORY = 5
 MOST_ITERATIONS = 2000
 
 
@@ -35,6 +35,8 @@ def default_tolerance(dtype: torch.dtype) -> float:
 GOAL = 1 / 16
 """Iterations go on to this share of the tolerance, as long as they still gain anything on roundoff."""
 STALE = 4
+WORTH_LEAVING = 0.75
+"""Samples that are done leave when no more than this share would stay: what the others remember is copied then."""
 
 
 def fixed_point(
@@ -64,10 +66,12 @@ def fixed_point(
         size = residual.abs().amax(1)
         stale = torch.where(size < 0.9 * best, 0, stale + 1)
         done = (size <= GOAL * allowed) | ((size <= allowed) & (stale >= STALE))
-        if bool(done.any()):
+        left = len(done) - int(done.sum())
+        if not left:
+            found[active] = x
+            return found.view(shape)
+        if left <= WORTH_LEAVING * len(done):
             found[active[done]] = x[done]
-            if bool(done.all()):
-                return found.view(shape)
             keep = ~done
             active, y, allowed, best, stale = (each[keep] for each in (active, y, allowed, best, stale))
             x, residual, size = (each[keep] for each in (x, residual, size))

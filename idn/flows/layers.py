@@ -71,15 +71,14 @@ class SpectralLayer(nn.Module):
         # A 1x1 convolution acts on each pixel alone, so one pixel has the operator's norm.
         size = () if kernel is None else (1, 1) if kernel == 1 else image_size
         self.register_buffer("v", unit(torch.randn(1, inputs, *size, generator=generator)))
-        if math.prod(size) > 1:
-            others = first_channels(self.weight.detach())
-        else:
-            others = torch.randn(FOLLOWED, inputs, *size, generator=generator)
-        self.register_buffer("others", others)
         self.register_buffer("u", torch.zeros(1, outputs, *size))
-        self.register_buffer("noise", unit(torch.randn(1, inputs, *size, generator=generator)), persistent=False)
-        self.register_buffer("previous", self.weight.detach().clone(), persistent=False)
-        self.register_load_state_dict_post_hook(_weight_is_known)
+        if self.spatial:
+            self.register_buffer("others", first_channels(self.weight.detach()))
+        else:
+            self.register_buffer("others", torch.randn(FOLLOWED, inputs, *size, generator=generator))
+            self.register_buffer("noise", unit(torch.randn(1, inputs, *size, generator=generator)), persistent=False)
+            self.register_buffer("previous", self.weight.detach().clone(), persistent=False)
+            self.register_load_state_dict_post_hook(_weight_is_known)
         self.register_buffer("moved", torch.zeros(()), persistent=False)
         self.register_buffer("sigma", torch.zeros(()))
         self.register_buffer("slack", torch.zeros(()))
@@ -168,8 +167,7 @@ class _Together:
     def __init__(self, layers: Sequence[SpectralLayer]) -> None:
         self.layers, self.first = layers, layers[0]
         self.weight = torch.stack([layer.weight.detach() for layer in layers])
-        self.v, self.noise = (self._buffers(name).flatten(2) for name in ("v", "noise"))
-        self.others = self._buffers("others")
+        self.v, self.others = self._buffers("v").flatten(2), self._buffers("others")
 
     def _buffers(self, name: str) -> Tensor:
         return torch.stack([getattr(layer, name) for layer in self.layers])
@@ -182,16 +180,17 @@ class _Together:
         tiny = torch.finfo(self.weight.dtype).tiny
         largest = self.weight.flatten(1).abs().amax(1).clamp_min(tiny)
         scaled = self.weight / self._per_layer(largest)
-        change = (self._buffers("previous") - self.weight) / self._per_layer(largest)
-        length, moved = (torch.linalg.vector_norm(w.flatten(1), dim=1) for w in (scaled, change))
         top, self.others = self._top(scaled, iterations)
         self.v, sigma = top.v, top.sigma * largest
         self._write("u", top.u.view(-1, *self.first.u.shape))
         self._write("v", top.v.view(-1, *self.first.v.shape))
         for name, values in {"others": self.others, "sigma": sigma, "slack": top.missing}.items():
             self._write(name, values)
-        self._write("previous", self.weight)
-        self._write("moved", moved / length.clamp_min(tiny))
+        if not self.first.spatial:
+            change = (self._buffers("previous") - self.weight) / self._per_layer(largest)
+            length, moved = (torch.linalg.vector_norm(w.flatten(1), dim=1) for w in (scaled, change))
+            self._write("moved", moved / length.clamp_min(tiny))
+            self._write("previous", self.weight)
         if self.first.precision is not None:
             norm = sigma * (1 + top.missing)
             bounded = self.weight / self._per_layer((norm / self.first.coeff).clamp_min(1))
@@ -213,8 +212,8 @@ class _Together:
         return top._replace(missing=torch.minimum(missing, (gain / sigma - 1).clamp_min(0))), channels
 
     def _follow(self, weight: Tensor, iterations: int) -> tuple[TopSingular, Tensor]:
-        others = self.others.flatten(2)
-        top, others = top_singular(*self._operator(weight), self.v, others, self.noise, iterations)
+        others, noise = self.others.flatten(2), self._buffers("noise").flatten(2)
+        top, others = top_singular(*self._operator(weight), self.v, others, noise, iterations)
         return top, others.view_as(self.others)
 
     def _operator(self, weight: Tensor) -> tuple[Operator, Operator]:
