@@ -9,11 +9,11 @@ tangent and w needs no graph, so memory does not grow with the number of terms. 
 which the same products give for free.
 """
 
-import functools
 import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from idn.errors import UserError
 from idn.flows.draws import Draws
-from idn.flows.maps import Map, Pull, channels_last, per_point
+from idn.flows.maps import Gradients, Map, Pull, channels_last, per_point
 
 RULES = ("exact", "trace", "series", "roulette")
 LENGTHS = ("poisson", "geometric")
@@ -31,7 +31,9 @@ NEGLIGIBLE = 1e-8
 CHECKED = 5
 """Terms before the first look at what is left."""
 PARTS = 4
-"""Pieces in which a batch is recomputed."""
+"""Pieces in which a batch is recomputed on a GPU."""
+PIXELS = 8192
+"""Pixels of a piece on a CPU."""
 
 
 @dataclass(frozen=True)
@@ -162,60 +164,53 @@ def per_sample_dot(a: Tensor, b: Tensor, n: int) -> Tensor:
 class _Series(torch.autograd.Function):
     """g(x) and its log-det as one node of the graph, the gradient of w^T J v with it.
 
-    Recomputing, it keeps x, v and w only, and the backward pass makes the branch's activations again; both passes then
-    take the batch in parts, so that no more than a part's activations are ever there.
+    The batch is taken in parts, one after the other, since what a pass makes on the way is many times larger than what
+    it needs or leaves. Recomputing, only x, v and w are kept, and the backward pass makes the activations again.
     """
 
     @staticmethod
     def forward(
         ctx: Any, g: Map, x: Tensor, v: Tensor, coefficients: list[float], recompute: bool, *tensors: Tensor
     ) -> tuple[Tensor, Tensor]:
-        n = len(x)
-        if recompute:
-            ctx.parts = parts(n)
-            found = [_untraced(g, x[part], of_part(v, part, n), coefficients) for part in ctx.parts]
-            gx, value = torch.cat([each[0] for each in found]), torch.cat([each[1] for each in found])
-            w = torch.cat([each[2].unflatten(0, (-1, len(each[0]))) for each in found], 1).flatten(0, 1)
-            ctx.back = lambda part: g.run(torch.cat([x[part], of_part(v, part, n)]), len(x[part])).back
-        else:
-            ctx.parts = [slice(n)]
-            rows, pull, back = g.run(torch.cat([x, v]), n)
-            gx = rows[:n]
-            value, w = power_series(pull, v, rows[n:], coefficients, n)
-            ctx.back = lambda part: back
-        ctx.w, ctx.probes = w, len(v) // n
-        return gx, value
+        points, values, ctx.parts, ctx.probes = [], [], [], len(v) // len(x)
+        for part in parts(x, recompute):
+            x_part, v_part = x[part], v.unflatten(0, (-1, len(x)))[:, part].flatten(0, 1)
+            n = len(x_part)
+            run = partial(g.run, torch.cat([x_part, v_part]), n)
+            if recompute:
+                gx, pull, _ = g.run(x_part, n)
+                value, w = power_series(pull, v_part, None, coefficients, n)
+                ctx.parts.append((part, w, lambda run=run: run().back))
+            else:
+                rows, pull, back = run()
+                gx = rows[:n]
+                value, w = power_series(pull, v_part, rows[n:], coefficients, n)
+                ctx.parts.append((part, w, lambda back=back: back))
+            points.append(gx)
+            values.append(value)
+        return torch.cat(points), torch.cat(values)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         into_points, into_logdet = grads
-        n = len(into_points)
-        per_tangent = (into_logdet / ctx.probes).view(n, *[1] * (into_points.dim() - 1))
-        into_x, into_tensors = [], []
-        for part in ctx.parts:
-            w = per_point(of_part(ctx.w, part, n), per_tangent[part])
-            into_rows, found = ctx.back(part)(torch.cat([into_points[part], w]))
-            into_x.append(into_rows[: len(into_points[part])])
-            into_tensors.append(found)
-        sums = [functools.reduce(torch.add, pieces) for pieces in zip(*into_tensors, strict=True)]
+        per_tangent = (into_logdet / ctx.probes).view(-1, *[1] * (into_points.dim() - 1))
+        into_x: list[Tensor] = []
+        sums: Gradients = []
+        for part, w, back in ctx.parts:
+            n = len(into_points[part])
+            into_rows, found = back()(torch.cat([into_points[part], per_point(w, per_tangent[part])]))
+            into_x.append(into_rows[:n])
+            sums = [total.add_(one) for total, one in zip(sums, found, strict=True)] if sums else found
         return (None, torch.cat(into_x), None, None, None, *sums)
 
 
-def parts(n: int) -> list[slice]:
-    """A batch in at most PARTS pieces."""
-    size = math.ceil(n / PARTS)
-    return [slice(start, start + size) for start in range(0, n, size)]
-
-
-def of_part(rows: Tensor, part: slice, n: int) -> Tensor:
-    """A part's samples in each group of n rows."""
-    return rows[part] if len(rows) == n else rows.unflatten(0, (-1, n))[:, part].flatten(0, 1)
-
-
-def _untraced(g: Map, x: Tensor, v: Tensor, coefficients: list[float]) -> tuple[Tensor, Tensor, Tensor]:
-    """g(x), the series and w, with nothing kept."""
-    gx, pull, _ = g.run(x, len(x))
-    return gx, *power_series(pull, v, None, coefficients, len(x))
+def parts(x: Tensor, recompute: bool) -> list[slice]:
+    """A batch in pieces. A CPU is as fast on some thousand pixels; a GPU gets smaller ones only to save memory."""
+    if x.device.type == "cpu":
+        size = max(1, PIXELS // (math.prod(x.shape[2:]) * (2 if recompute else 1)))
+    else:
+        size = math.ceil(len(x) / PARTS) if recompute else len(x)
+    return [slice(start, start + size) for start in range(0, len(x), size)]
 
 
 def jacobian(g: Map, x: Tensor) -> tuple[Tensor, Tensor]:
