@@ -16,8 +16,8 @@ from idn.plan.hardware import Hardware
 from idn.train.config import TrainConfig
 from idn.train.estimate import WorkerMemory, worker_memory
 
-NORM_PASSES = 16
-"""Forward passes of one sample that norms cost: 8 products, and the search for waves, which takes about as long."""
+NORM_PASSES = 8
+"""Forward passes of one sample that norms cost: 5 products, and the search for waves, which takes half as long."""
 USABLE = 0.9
 """Share of a device's memory that a run may fill; the rest is the libraries' own."""
 

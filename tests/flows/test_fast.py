@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import idn
-from idn.flows import oracle
+from idn.flows import logdet, oracle
 from idn.flows.activations import ACTIVATIONS
 from idn.flows.draws import Draws
 from idn.flows.logdet import LogdetRule
@@ -58,6 +58,16 @@ def test_probes_and_rules(model, rule, recompute):
     flow = small_image_flow(model, torch.float32)
     flow.recompute = recompute
     assert_equal(flow, data_for(flow, 4), rule)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_batch_in_unequal_parts(recompute, monkeypatch):
+    """5 images of 64 pixels in pieces of 2, or of 1; several probes go with their samples."""
+    flow = small_image_flow("idensenet-lc", torch.float32)
+    flow.recompute = recompute
+    monkeypatch.setattr(logdet, "PIXELS", 2 * 64)
+    weights = torch.tensor([1.0, -0.5, 2.0, 0.1, 0.7])
+    assert_equal(flow, data_for(flow, 5), LogdetRule(probes=3), weights=weights)
 
 
 def test_vector_flow_and_published_form():

@@ -74,6 +74,20 @@ def test_gain_is_the_largest_norm_of_the_symbol(shape):
         assert image.shape == (1, *layer.v.shape[1:])
 
 
+def test_kept_channels_follow_weights_that_move():
+    """Two steps at every frequency suffice, also while a direction that was not there outgrows all others."""
+    weight = torch.randn(24, 40, 3, 3, generator=stream(0, "weight"))
+    coming = torch.einsum(
+        "o,i,hw->oihw", *(torch.randn(n, generator=stream(n, "coming")) for n in (24, 40)), torch.ones(3, 3)
+    )
+    channels = first_channels(weight).unsqueeze(0)
+    for step in range(30):
+        weight = weight + 0.02 * torch.randn(weight.shape, generator=stream(step, "move")) + 0.005 * coming
+        gain, _, channels = strongest_wave(weight.unsqueeze(0), (8, 8), channels, steps=2)
+        if step >= 10:
+            assert gain.item() == pytest.approx(wave_of(weight, (8, 8)).gain.item(), rel=5e-3)
+
+
 def test_the_wave_itself_is_lengthened_by_nearly_the_gain_on_a_large_image():
     for shape in [(5, 3, 3, (40, 40)), (3, 5, 3, (40, 40))]:
         layer = make_layer(shape)
