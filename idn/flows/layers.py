@@ -19,7 +19,7 @@ CONVERGED = 2e-3
 """From a random vector: rounds of so many iterations, until so little can be missing, and at most so many rounds."""
 START_ROUNDS = 8
 NOISE = 1.15
-"""What rounding adds to a convolution's norm, over what it adds on average over frequencies."""
+"""What rounding adds to a norm at most, over what it is expected to add."""
 LARGE = 2**16
 """Numbers in v."""
 ADAPTED_ITERATIONS = 10
@@ -194,8 +194,8 @@ class _Together:
         if self.first.precision is not None:
             norm = sigma * (1 + top.missing)
             bounded = self.weight / self._per_layer((norm / self.first.coeff).clamp_min(1))
-            fit = self._outweigh_rounding if self.first.spatial else self._fit_rounding
-            self._write("shrink", fit(bounded, norm.clamp_max(self.first.coeff), self.first.precision))
+            within = norm.clamp_max(self.first.coeff)
+            self._write("shrink", self._outweigh_rounding(bounded, within, self.first.precision))
 
     def _per_layer(self, numbers: Tensor) -> Tensor:
         return numbers.view(-1, *[1] * (self.weight.dim() - 1))
@@ -231,34 +231,21 @@ class _Together:
 
         return each(0, self.first.v.shape[1:]), each(1, self.first.u.shape[1:])
 
-    def _fit_rounding(self, bounded: Tensor, norm: Tensor, precision: torch.dtype, rounds: int = 3) -> Tensor:
-        """Factors <= 1 for which the rounded weights obey the bound as well: theirs is followed too."""
-        shrink = torch.ones_like(norm)
-        for _ in range(rounds):
-            rounded = (bounded * self._per_layer(shrink)).to(precision).to(bounded.dtype)
-            shrink = self._smaller(shrink, self._follow(rounded, iterations=1)[0].sigma, precision)
-        return shrink
-
     def _outweigh_rounding(self, bounded: Tensor, norm: Tensor, precision: torch.dtype) -> Tensor:
-        """The same for convolutions, whose products are dear: rounding adds E, and |W + E| <= |W| + |E|.
+        """Factors <= 1 for which the rounded weights obey the bound as well: rounding adds E, and |W + E| <= |W| + |E|.
 
-        The entries of E are as good as independent of each other, so that at every frequency its norm comes close to
-        |E|_F (1 / sqrt(inputs) + 1 / sqrt(outputs)). Where they are not, E shows along v.
+        The entries of E are as good as independent of each other, so that its norm (of a convolution, at every
+        frequency) comes close to |E|_F (1 / sqrt(inputs) + 1 / sqrt(outputs)). Where they are not, E shows along v.
         """
         outputs, inputs = bounded.shape[1:3]
         error = torch.linalg.vector_norm((bounded.to(precision).to(bounded.dtype) - bounded).flatten(1), dim=1)
         noise = NOISE * error * (inputs**-0.5 + outputs**-0.5)
         shrink = self.first.coeff / (norm + noise).clamp_min(self.first.coeff)
         rounded = (bounded * self._per_layer(shrink)).to(precision).to(bounded.dtype)
-        image = self._operator(rounded)[0](self.v)
-        return self._smaller(shrink, torch.linalg.vector_norm(image, dim=(1, 2)), precision)
-
-    def _smaller(self, shrink: Tensor, norm: Tensor, precision: torch.dtype) -> Tensor:
-        """Where the rounded weight's norm is too large, less of it."""
-        coeff = self.first.coeff
+        norm = torch.linalg.vector_norm(self._operator(rounded)[0](self.v), dim=(1, 2))
         # One unit of roundoff below: shrunk by less, a coarse entry could round up to where it was.
-        smaller = shrink * (coeff / norm.clamp_min(coeff) - torch.finfo(precision).eps / 2)
-        return torch.where(norm > coeff * (1 + 2e-4), smaller, shrink)
+        smaller = shrink * (self.first.coeff / norm.clamp_min(self.first.coeff) - torch.finfo(precision).eps / 2)
+        return torch.where(norm > self.first.coeff * (1 + 2e-4), smaller, shrink)
 
 
 def _weight_is_known(layer: nn.Module, _: object) -> None:
