@@ -6,7 +6,7 @@ the concatenations cost and keep nothing. A rounded weight must stay as it is, s
 about: in low precision the prefix is multiplied instead, while it is copied for the convolution.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeVar
 
@@ -16,6 +16,8 @@ from torch import Tensor
 from idn.flows.maps import Affine, Gradients, Map, Run, Weights, along_channels
 
 Derivative = TypeVar("Derivative")
+FEW = 16
+"""Channels that come in are few where so many times as many come out."""
 
 
 @dataclass(frozen=True)
@@ -107,8 +109,12 @@ class DenseNet(Map):
         made = self._make(rows, n, readers, last.width)
         pulls = [phi.pull for phi in made.activations]
         # Of images only what entered the activations is kept: the features, as much again, are quickly made from it.
+        # What was made of few channels is quickly made again, too.
         kept = made if rows.dim() == 2 else None
-        entered = made.entered
+        entered = [
+            None if FEW * reader.width <= one.shape[1] else one
+            for reader, one in zip(readers, made.entered, strict=True)
+        ]
 
         def pull(u: Tensor) -> Tensor:
             total = last.transposed(u)
@@ -134,14 +140,15 @@ class DenseNet(Map):
         return Run(last.read(made.features, n), pull, back)
 
     def _make(
-        self, rows: Tensor, n: int, readers: list[Reader], width: int, entered: list[Tensor] | None = None
+        self, rows: Tensor, n: int, readers: list[Reader], width: int, entered: Sequence[Tensor | None] = ()
     ) -> Made:
-        """All features of the rows; a second time without products, from what entered the activations at first."""
+        """All features of the rows; a second time from what entered the activations at first, as far as it is kept."""
         features = self._buffer(rows, width)
         features[:, : readers[0].width] = rows
         made = Made(features, [], [])
         for i, (layer, reader) in enumerate(zip(self.layers, readers, strict=True)):
-            entering = entered[i] if entered else reader.read(features, n)
+            kept = entered[i] if entered else None
+            entering = reader.read(features, n) if kept is None else kept
             phi = layer.phi.run(entering, n)
             features[:, reader.width : reader.width + phi.rows.shape[1]] = phi.rows
             made.entered.append(entering)
