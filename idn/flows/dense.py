@@ -13,10 +13,10 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from idn.flows.maps import Affine, Gradients, Map, Run, Weights, along_channels
+from idn.flows.maps import Affine, Back, Gradients, Map, Pull, Run, Weights, along_channels
 
 Derivative = TypeVar("Derivative")
-FEW = 16
+FEW = 8
 """Channels that come in are few where so many times as many come out."""
 
 
@@ -70,11 +70,12 @@ class Reader:
 
 
 class Made(NamedTuple):
-    """All features, and the activations that made them with what entered those."""
+    """All features, what entered the activations that made them, and those activations' derivatives."""
 
     features: Tensor
     entered: list[Tensor]
-    activations: list[Run]
+    pulls: list[Pull]
+    backs: list[Back]
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,7 @@ class DenseNet(Map):
     def run(self, rows: Tensor, n: int) -> Run:
         *readers, last = self.readers()
         made = self._make(rows, n, readers, last.width)
-        pulls = [phi.pull for phi in made.activations]
+        pulls = made.pulls
         # Of images only what entered the activations is kept: the features, as much again, are quickly made from it.
         # What was made of few channels is quickly made again, too.
         kept = made if rows.dim() == 2 else None
@@ -124,11 +125,13 @@ class DenseNet(Map):
             return total
 
         def back(grad: Tensor) -> tuple[Tensor, Gradients]:
-            features, _, activations = kept or self._make(rows, n, readers, last.width, entered)
+            made = kept or self._make(rows, n, readers, last.width, entered)
+            features, backs = made.features, made.backs
+            del made  # and with it the pulls, which hold slopes
             found, into_scale = last.gradients(features, grad, n)
             total = last.transposed(grad)
-            for layer, reader, phi in self._backwards(readers, activations):
-                inner, into_phi = phi.back(total[:, reader.width :])
+            for layer, reader, back_phi in self._backwards(readers, backs):
+                inner, into_phi = back_phi(total[:, reader.width :])
                 into_affine, directly = reader.gradients(features, inner, n)
                 into_a = (into_scale[: reader.width] * reader.scale).sum().view_as(layer.a)
                 into_b = into_scale[reader.width :].sum().view_as(layer.b)
@@ -145,14 +148,15 @@ class DenseNet(Map):
         """All features of the rows; a second time from what entered the activations at first, as far as it is kept."""
         features = self._buffer(rows, width)
         features[:, : readers[0].width] = rows
-        made = Made(features, [], [])
+        made = Made(features, [], [], [])
         for i, (layer, reader) in enumerate(zip(self.layers, readers, strict=True)):
             kept = entered[i] if entered else None
             entering = reader.read(features, n) if kept is None else kept
             phi = layer.phi.run(entering, n)
             features[:, reader.width : reader.width + phi.rows.shape[1]] = phi.rows
             made.entered.append(entering)
-            made.activations.append(phi._replace(rows=rows))
+            made.pulls.append(phi.pull)
+            made.backs.append(phi.back)
         return made
 
     def _backwards(
