@@ -59,6 +59,7 @@ def fixed_point(
     active = torch.arange(len(y), device=y.device)
     best = torch.full_like(allowed, float("inf"))
     stale = torch.zeros_like(active)
+    finished = torch.zeros_like(active, dtype=torch.bool)
     x = y - g(y.view(shape)).flatten(1)
     past = Past(len(y), y)
     for _ in range(iterations):
@@ -66,14 +67,15 @@ def fixed_point(
         size = residual.abs().amax(1)
         stale = torch.where(size < 0.9 * best, 0, stale + 1)
         done = (size <= GOAL * allowed) | ((size <= allowed) & (stale >= STALE))
-        left = len(done) - int(done.sum())
+        found[active[done & ~finished]] = x[done & ~finished]
+        finished = finished | done
+        left = len(finished) - int(finished.sum())
         if not left:
-            found[active] = x
             return found.view(shape)
-        if left <= WORTH_LEAVING * len(done):
-            found[active[done]] = x[done]
-            keep = ~done
+        if left <= WORTH_LEAVING * len(finished):
+            keep = ~finished
             active, y, allowed, best, stale = (each[keep] for each in (active, y, allowed, best, stale))
+            finished = finished[keep]
             x, residual, size = (each[keep] for each in (x, residual, size))
             past.keep(keep)
         past.add(x, residual)
@@ -83,7 +85,7 @@ def fixed_point(
         step = past.step(x, residual)
         x = torch.where(torch.isfinite(step).all(1, keepdim=True), step, x + residual)
     size_left = (y - g(x.view(-1, *shape[1:])).flatten(1) - x).abs().amax(1)
-    raise NotInvertedError(active.tolist(), size_left.tolist(), tolerance, iterations)
+    raise NotInvertedError(active[~finished].tolist(), size_left[~finished].tolist(), tolerance, iterations)
 
 
 class Past:

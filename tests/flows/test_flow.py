@@ -178,6 +178,15 @@ def test_inverse_names_the_samples_that_do_not_converge():
     assert caught.value.samples == [1]
 
 
+def test_a_sample_that_is_done_is_not_named_though_it_waits_for_the_others():
+    """One of eight has its fixed point at once; of the rest, every one is named and that one is not."""
+    y = torch.ones(8, 1, dtype=torch.float64)
+    y[3] = 0
+    with pytest.raises(NotInvertedError) as caught:
+        fixed_point(lambda x: 0.999 * torch.sin(3 * x) / 3, y, iterations=2)
+    assert caught.value.samples == [0, 1, 2, 4, 5, 6, 7]
+
+
 def test_samples_repeat_with_a_generator_and_obey_temperature():
     flow = flow_named("image dense lc", torch.float32)
     a, b = (flow.sample(4, stream(1, "s")) for _ in range(2))
