@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.grad import conv2d_weight
 
 from idn.flows.maps import Affine
-from idn.flows.norms import FOLLOWED, Operator, TopSingular, top_beside_wave, top_singular, unit
+from idn.flows.norms import FOLLOWED, Operator, TopSingular, lengths, top_beside_wave, top_singular, unit
 from idn.flows.waves import STEPS, first_channels, strongest_wave
 
 START_ITERATIONS = 10
@@ -43,6 +43,7 @@ class SpectralLayer(nn.Module):
     u: Tensor
     v: Tensor
     others: Tensor
+    climb: Tensor
     sigma: Tensor
     slack: Tensor
     shrink: Tensor
@@ -74,6 +75,7 @@ class SpectralLayer(nn.Module):
         self.register_buffer("u", torch.zeros(1, outputs, *size))
         if self.spatial:
             self.register_buffer("others", first_channels(self.weight.detach()))
+            self.register_buffer("climb", torch.zeros_like(self.v))
         else:
             self.register_buffer("others", torch.randn(FOLLOWED, inputs, *size, generator=generator))
             self.register_buffer("noise", unit(torch.randn(1, inputs, *size, generator=generator)), persistent=False)
@@ -205,8 +207,12 @@ class _Together:
             return self._follow(weight, iterations)
         height, width = self.first.v.shape[-2:]
         gain, wave, channels = strongest_wave(weight, (height, width), self.others, min(1 + iterations, STEPS))
-        top, length = top_beside_wave(*self._operator(weight), self.v, wave.flatten(1).unsqueeze(1), iterations)
-        sigma, missing = top.sigma.clamp_min(torch.finfo(gain.dtype).tiny), top.missing
+        climb = self._buffers("climb").flatten(2)
+        top, climb = top_beside_wave(*self._operator(weight), self.v, climb, wave, iterations)
+        self._write("climb", climb.view(-1, *self.first.v.shape))
+        tiny = torch.finfo(gain.dtype).tiny
+        sigma, missing = top.sigma.clamp_min(tiny), top.missing
+        length = (lengths(wave.responses) / lengths(wave.images).clamp_min(tiny)).amax((1, 2))
         if iterations < ADAPTED_ITERATIONS:
             missing = torch.maximum(missing, torch.lerp(length, gain, ADAPTS) / sigma - 1)
         return top._replace(missing=torch.minimum(missing, (gain / sigma - 1).clamp_min(0))), channels

@@ -192,7 +192,7 @@ class _Series(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        into_points, into_logdet = grads
+        into_points, into_logdet = channels_last(grads[0]), grads[1]
         per_tangent = (into_logdet / ctx.probes).view(-1, *[1] * (into_points.dim() - 1))
         into_x: list[Tensor] = []
         sums: Gradients = []

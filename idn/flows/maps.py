@@ -23,6 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.grad import conv2d_weight
 
+from idn.flows.fuse import fused
+
 Pull = Callable[[Tensor], Tensor]
 Gradients = list[Tensor]
 Back = Callable[[Tensor], tuple[Tensor, Gradients]]
@@ -173,13 +175,25 @@ class Affine(Map):
     def gradients(self, rows: Tensor, grad: Tensor, n: int) -> Gradients:
         """Of weight and bias, for the rows that came in and the gradient of those that went out."""
         rows, grad = rows.to(self.weight.dtype), grad.to(self.weight.dtype)
-        into_bias = grad[:n].sum([0, *range(2, grad.dim())], dtype=self.bias.dtype)
+        into_bias = over_points(grad[:n], self.bias.dtype)
         if self.padding is None:
             return [grad.T @ rows, into_bias]
         if self.padding == 0:  # 1x1: one product over all pixels
             into_weight = pixels(grad).T @ pixels(rows)
             return [into_weight.view_as(self.weight), into_bias]
         return [conv2d_weight(rows, self.weight.shape, grad, padding=self.padding), into_bias]
+
+
+def over_points(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """The sum over all but the channels."""
+    others = [0, *range(2, x.dim())]
+    return x.sum(others) if x.dtype == dtype else widened_sum(x, others, dtype)
+
+
+@fused
+def widened_sum(x: Tensor, dims: list[int], dtype: torch.dtype) -> Tensor:
+    """Uncompiled, a wider copy is made first."""
+    return x.sum(dims, dtype=dtype)
 
 
 def pixels(x: Tensor) -> Tensor:

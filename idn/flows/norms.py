@@ -23,6 +23,13 @@ from torch import Tensor
 Operator = Callable[[Tensor], Tensor]
 
 
+class Wave(NamedTuple):
+    """Patterns that an operator is expected to lengthen, and what it makes of them."""
+
+    images: Tensor
+    responses: Tensor
+
+
 class TopSingular(NamedTuple):
     """Per operator: |u| = |v| = 1 with A v = sigma u, and the share that sigma may miss."""
 
@@ -43,7 +50,12 @@ INDEPENDENT = 1e-3
 
 def units(x: Tensor) -> Tensor:
     """Each last-dimension vector divided by its length; zero stays zero."""
-    return x / torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp_min(torch.finfo(x.dtype).tiny)
+    return x / lengths(x).clamp_min(torch.finfo(x.dtype).tiny)
+
+
+def lengths(x: Tensor) -> Tensor:
+    """Of each last-dimension vector."""
+    return torch.linalg.vector_norm(x, dim=-1, keepdim=True)
 
 
 def unit(x: Tensor) -> Tensor:
@@ -52,10 +64,18 @@ def unit(x: Tensor) -> Tensor:
 
 
 def best_combinations(basis: Tensor, images: Tensor, count: int) -> Tensor:
-    """Coefficients of the `count` orthonormal combinations of `basis` whose images are longest, longest first."""
-    size, directions = torch.linalg.eigh(basis @ basis.mT)
+    """Coefficients of the `count` orthonormal combinations of `basis` whose images are longest, longest first.
+
+    The first of the basis has length 1, and takes part as it is: what is dropped is dropped from the others.
+    """
+    gram = basis @ basis.mT
+    along = gram[..., 1:, :1]
+    size, directions = torch.linalg.eigh(gram[..., 1:, 1:] - along @ along.mT)
     scale = torch.where(size > INDEPENDENT, size.clamp_min(INDEPENDENT).rsqrt(), torch.zeros_like(size))
-    whiten = (directions * scale.unsqueeze(-2)).mT
+    others = (directions * scale.unsqueeze(-2)).mT
+    first = torch.zeros_like(gram[..., :1, :])
+    first[..., 0] = 1
+    whiten = torch.cat([first, torch.cat([-others @ along, others], -1)], -2)
     whitened = whiten @ images
     top = torch.linalg.eigh(whitened @ whitened.mT).eigenvectors[..., -count:].flip(-1)
     return top.mT @ whiten
@@ -73,7 +93,7 @@ def top_singular(
     (vectors, last), (images, last_images) = (x.split(FOLLOWED, 1) for x in (start, apply(start)))
     for _ in range(max(iterations, 1)):
         climb = gradient(transpose, vectors, images)
-        lengths = torch.linalg.vector_norm(climb, dim=2)
+        left = lengths(climb)[:, EXPLORER, 0]
         basis = torch.cat([vectors, units(climb), last], 1)
         basis_images = torch.cat([images, apply(units(climb)), last_images], 1)
         mix = best_combinations(basis, basis_images, FOLLOWED)
@@ -82,31 +102,39 @@ def top_singular(
 
     vectors = units(vectors)
     second, third = images[:, 1:].square().sum(2).unbind(1)
-    explored = (lengths[:, EXPLORER] < SETTLED * third) & (third + lengths[:, EXPLORER] < second)
+    explored = (left < SETTLED * third) & (third + left < second)
     explored = explored[:, None, None]
     explorer = torch.where(explored, units(noise - (noise @ vectors.mT) @ vectors), vectors[:, EXPLORER:])
     direction = torch.where(explored, torch.zeros_like(explorer), last[:, EXPLORER:])
     first = vectors[:, :1]
     # Applied once more: combined images carry roundoff.
-    return found(transpose, first, apply(first)), torch.cat([vectors[:, 1:2], explorer, direction], 1)
+    image = apply(first)
+    return found(first, image, gradient(transpose, first, image)), torch.cat([vectors[:, 1:2], explorer, direction], 1)
 
 
 def top_beside_wave(
-    apply: Operator, transpose: Operator, v: Tensor, wave: Tensor, iterations: int
+    apply: Operator, transpose: Operator, v: Tensor, climb: Tensor, wave: Wave, iterations: int
 ) -> tuple[TopSingular, Tensor]:
-    """The same with as few products as can be; also gives the length |A w| of the wave's vector w of length 1."""
-    basis = units(torch.cat([v, wave], 1))
-    images = apply(basis)
-    length = torch.linalg.vector_norm(images[:, 1], dim=1)
-    mix = best_combinations(basis, images, count=2)
-    (vector, last), (image, last_image) = ((mix @ x).split(1, 1) for x in (basis, images))
-    for _ in range(max(iterations, 1)):
-        climb = units(gradient(transpose, vector, image))
-        basis, images = torch.cat([vector, climb, last], 1), torch.cat([image, apply(climb), last_image], 1)
-        mix = best_combinations(basis, images, count=1)
-        vector, image = mix @ basis, mix @ images
-        last, last_image = moves(mix, basis, images)
-    return found(transpose, vector, image), length
+    """The same with as few products as can be: v goes where its gradient pointed when it was last followed, or to the
+    wave. Also gives the gradient to go on with."""
+    size = lengths(wave.images).clamp_min(torch.finfo(v.dtype).tiny)
+    basis = torch.cat([units(torch.cat([v, climb], 1)), wave.images / size], 1)
+    images = torch.cat([apply(basis[:, :2]), wave.responses / size], 1)
+    count = 1 if iterations == 1 else 2
+    mix = best_combinations(basis, images, basis.shape[1])
+    (vectors, last), (images, last_images) = ((mix @ x).tensor_split([count], 1) for x in (basis, images))
+    for _ in range(iterations - 1):
+        steps = units(gradient(transpose, vectors, images))
+        basis = torch.cat([vectors, steps, last], 1)
+        basis_images = torch.cat([images, apply(steps), last_images], 1)
+        mix = best_combinations(basis, basis_images, count)
+        vectors, images = mix @ basis, mix @ basis_images
+        last, last_images = moves(mix, basis, basis_images)
+    first, size = units(vectors[:, :1]), lengths(vectors[:, :1])
+    # Applied once more after many combinations, which carry roundoff.
+    image = images[:, :1] / size if iterations == 1 else apply(first)
+    climb = gradient(transpose, first, image)
+    return found(first, image, climb), climb
 
 
 def gradient(transpose: Operator, vectors: Tensor, images: Tensor) -> Tensor:
@@ -119,13 +147,13 @@ def moves(mix: Tensor, basis: Tensor, images: Tensor) -> tuple[Tensor, Tensor]:
     added = mix.clone()
     added[..., : mix.shape[1]] = 0
     direction = added @ basis
-    size = torch.linalg.vector_norm(direction, dim=2, keepdim=True).clamp_min(torch.finfo(mix.dtype).tiny)
+    size = lengths(direction).clamp_min(torch.finfo(mix.dtype).tiny)
     return direction / size, added @ images / size
 
 
-def found(transpose: Operator, v: Tensor, image: Tensor) -> TopSingular:
+def found(v: Tensor, image: Tensor, climb: Tensor) -> TopSingular:
     """An eigenvalue of A^T A lies within the gradient's length of |A v|^2."""
     square = image.square().sum((1, 2))
-    climb_left = torch.linalg.vector_norm(gradient(transpose, v, image), dim=(1, 2))
-    missing = torch.sqrt(1 + climb_left / square.clamp_min(torch.finfo(v.dtype).tiny)) - 1
+    share = lengths(climb)[:, 0, 0] / square.clamp_min(torch.finfo(v.dtype).tiny)
+    missing = torch.sqrt(1 + share) - 1
     return TopSingular(units(image), v, square.sqrt(), torch.where(square > 0, missing, torch.zeros_like(missing)))

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from idn.flows.norms import Operator, units
+from idn.flows.norms import Operator, Wave, units
 
 GRID = 8
 """Frequencies per axis of the grid for a 3x3 kernel; in proportion for larger ones, whose K(f) varies faster."""
@@ -36,12 +36,12 @@ SQUARINGS = 7
 """A power of 2^7 = 128 leaves little but the largest eigenvalue."""
 
 
-class Wave(NamedTuple):
-    """Per convolution: the gain max_f |K(f)|, the wave that has it, fading towards the edges, as one image, and the
+class Strongest(NamedTuple):
+    """Per convolution: the gain max_f |K(f)|, the wave that has it, fading towards the edges, as two images, and the
     channels of all frequencies to go on from."""
 
     gain: Tensor
-    image: Tensor
+    wave: Wave
     channels: Tensor
 
 
@@ -51,7 +51,7 @@ def first_channels(weight: Tensor) -> Tensor:
     return _noise(min(outputs, inputs)).to(weight).repeat(len(grid(kernel)[0]), 1, 1)
 
 
-def strongest_wave(weight: Tensor, size: tuple[int, int], channels: Tensor, steps: int = STEPS) -> Wave:
+def strongest_wave(weight: Tensor, size: tuple[int, int], channels: Tensor, steps: int = STEPS) -> Strongest:
     """For convolutions L x O x I x k x k with odd k on images of `size`, in `steps` steps at every frequency."""
     wide = weight.shape[1] <= weight.shape[2]
     taps = Taps(weight if wide else weight.transpose(1, 2))
@@ -69,7 +69,7 @@ def strongest_wave(weight: Tensor, size: tuple[int, int], channels: Tensor, step
     frequency, strongest = _pick(frequencies, first), _pick(best_channels, first)
     # K* takes channels put out to those put in. What K^T puts out is the complex conjugate of what goes into K.
     inputs = taps.pull(strongest, taps.turns(frequency)) if wide else strongest * strongest.new_tensor([[1.0], [-1.0]])
-    return Wave(square[:, 0].clamp_min(0).sqrt(), fading(frequency[:, 0], inputs[:, 0], size), channels)
+    return Strongest(square[:, 0].clamp_min(0).sqrt(), fading(weight, frequency[:, 0], inputs[:, 0], size), channels)
 
 
 class Taps:
@@ -131,21 +131,38 @@ def largest_eigenvalue(matrix: Operator, start: Tensor, steps: int) -> tuple[Ten
 def _largest(matrices: Tensor) -> tuple[Tensor, Tensor]:
     """Largest eigenvalue and vector; for thousands of small matrices powers are far faster than `eigh`."""
     power, tiny = matrices, torch.finfo(matrices.dtype).tiny
-    for _ in range(SQUARINGS):
-        power = power / torch.diagonal(power, dim1=-2, dim2=-1).amax(-1).clamp_min(tiny)[..., None, None]
+    for squaring in range(SQUARINGS):
+        if squaring % 3 == 0:  # in between, what was 1 does not leave the range
+            power = power / torch.diagonal(power, dim1=-2, dim2=-1).amax(-1).clamp_min(tiny)[..., None, None]
         power = power @ power
     column = torch.diagonal(power, dim1=-2, dim2=-1).argmax(-1)
     vector = units(torch.take_along_dim(power, column[..., None, None], -2).squeeze(-2))
     return ((matrices @ vector.unsqueeze(-1)).squeeze(-1) * vector).sum(-1), vector
 
 
-def fading(frequency: Tensor, channels: Tensor, size: tuple[int, int]) -> Tensor:
-    """Re exp(i f.p) c, largest in the middle of the image and 0 just outside: L x C x H x W."""
-    rows, columns = (torch.arange(n).to(frequency) for n in size)
-    down, across = (torch.sin(math.pi * (x + 1) / (len(x) + 1)) for x in (rows, columns))
+def fading(weight: Tensor, frequency: Tensor, channels: Tensor, size: tuple[int, int]) -> Wave:
+    """Real and imaginary part of exp(i f.p) c, largest in the middle of the image and 0 outside; and what the
+    convolutions make of them.
+
+    Each tap t sees the wave from its own place p + t, and puts out K_t c there: so many channels times two images.
+    """
+    kernel = weight.shape[-1]
+    arcs = [_arc(n, kernel // 2).to(frequency) for n in size]
+    rows, columns = (torch.arange(len(arc)).to(frequency) - (len(arc) - 1) / 2 for arc in arcs)
     angles = frequency[:, 0, None, None] * rows[:, None] + frequency[:, 1, None, None] * columns
-    waves = torch.stack([angles.cos(), -angles.sin()], 1) * torch.outer(down, across)
-    return (channels.mT @ waves.flatten(2)).unflatten(2, size)
+    cos, sin = (wave * torch.outer(*arcs) for wave in (angles.cos(), angles.sin()))
+    seen = torch.stack([torch.stack([cos, -sin], 1), torch.stack([sin, cos], 1)], 1)
+    seen = seen.unfold(3, size[0], 1).unfold(4, size[1], 1).flatten(5)  # L x 2 x 2 x k x k x pixels
+    put_out = torch.einsum("loiyx,lci->locyx", weight, channels).flatten(2).unsqueeze(1)
+    image = channels.mT.unsqueeze(1) @ seen[:, :, :, kernel // 2, kernel // 2]
+    return Wave(image.flatten(2), (put_out @ seen.flatten(2, 4)).flatten(2))
+
+
+@cache
+def _arc(size: int, beyond: int) -> Tensor:
+    """Half a sine over `size` places, and 0 at some more on both sides."""
+    arc = torch.sin(math.pi * torch.arange(1, size + 1, dtype=torch.float64) / (size + 1))
+    return torch.nn.functional.pad(arc, (beyond, beyond))
 
 
 def _pick(values: Tensor, indices: Tensor) -> Tensor:

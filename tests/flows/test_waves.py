@@ -66,12 +66,14 @@ def test_gain_is_the_largest_norm_of_the_symbol(shape):
     for seed in range(2):
         layer = make_layer(shape, seed)
         weight = layer.weight.detach()
-        gain, image, _ = wave_of(weight, shape[3])
+        gain, wave, _ = wave_of(weight, shape[3])
         angles = [2 * math.pi * i / 36 for i in range(36)]
         largest = max(torch.linalg.matrix_norm(symbol(weight, (y, x)), 2).item() for y in angles for x in angles[:19])
         assert gain.item() == pytest.approx(largest, rel=5e-3)
         assert gain.item() >= true_norm(layer, weight) * (1 - 5e-3)
-        assert image.shape == (1, *layer.v.shape[1:])
+        apply, _ = layer.operator(weight)
+        responses = apply(wave.images.view(2, *layer.v.shape[1:])).flatten(1)
+        torch.testing.assert_close(wave.responses[0], responses, atol=1e-5, rtol=1e-4)
 
 
 def test_kept_channels_follow_weights_that_move():
@@ -91,15 +93,14 @@ def test_kept_channels_follow_weights_that_move():
 def test_the_wave_itself_is_lengthened_by_nearly_the_gain_on_a_large_image():
     for shape in [(5, 3, 3, (40, 40)), (3, 5, 3, (40, 40))]:
         layer = make_layer(shape)
-        gain, image, _ = wave_of(layer.weight.detach(), shape[3])
-        apply, _ = layer.operator(layer.weight.detach())
-        assert apply(image).norm() / image.norm() > 0.99 * gain
+        gain, wave, _ = wave_of(layer.weight.detach(), shape[3])
+        assert wave.responses.norm() / wave.images.norm() > 0.99 * gain
 
 
 def test_zero_and_extreme_weights_have_finite_waves():
     for scale in (0.0, 1.0):
-        wave = wave_of(torch.full((3, 2, 3, 3), scale), (4, 4))
-        assert all(torch.isfinite(x).all() for x in wave)
+        gain, wave, channels = wave_of(torch.full((3, 2, 3, 3), scale), (4, 4))
+        assert all(torch.isfinite(x).all() for x in (gain, *wave, channels))
 
 
 def test_a_pattern_of_another_frequency_that_outgrows_v_is_found_at_once():
