@@ -8,6 +8,8 @@ from idn.bench import bench, judge
 from idn.bench.rows import ROWS, Row
 from idn.bench.work import Job, Worker
 from idn.errors import UserError
+from idn.flows.build import make_config
+from idn.flows.flow import Flow
 
 TINY = {"blocks": (1,), "growth": 4, "fc_blocks": 0, "shape": (1, 4, 4)}
 
@@ -42,6 +44,15 @@ def test_one_row_end_to_end(tmp_path, monkeypatch, capsys):
     (row,) = json.loads((tmp_path / "speed.json").read_text())["rows"]
     assert row["ours"] > 0 and row["other"] > 0 and row["ratio"] == pytest.approx(row["other"] / row["ours"])
     assert row["roofline"] > 0
+
+
+def test_a_trained_flow_is_sampled_from(tmp_path, capsys):
+    (tmp_path / "trained").mkdir()
+    Flow(make_config("cifar10", "idensenet-lc", "paper", **TINY)).save(tmp_path / "trained/flow.safetensors")
+    bench(rows=("sample",), threads=1, rounds=1, flow=tmp_path / "trained/flow.safetensors")
+    assert "sample, trained " in capsys.readouterr().out
+    with pytest.raises(UserError, match="no file"):
+        bench(rows=("sample",), flow=tmp_path / "nothing")
 
 
 def test_names_are_checked():

@@ -17,8 +17,11 @@ from idn.bench.sweep import draw_sweep, sweep
 from idn.bench.work import Job, Measured, Worker
 from idn.errors import UserError
 from idn.files import write_json
+from idn.flows.files import load
 
 GIGABYTE = 1e9
+TRAINED = ("evaluate", "sample")
+"""Work that a trained flow can be measured at."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,7 @@ def bench(
     rounds: Annotated[int | None, tyro.conf.arg(help="repetitions of each row, instead of its own number")] = None,
     clock: Annotated[Literal["wall", "cpu"], tyro.conf.arg(help="cpu: processor time, on a shared machine")] = "wall",
     blocks: Annotated[int | None, tyro.conf.arg(help="blocks per scale of image flows, for a shorter run")] = None,
+    flow: Annotated[Path | None, tyro.conf.arg(help="a trained flow to evaluate and to sample from")] = None,
 ) -> None:
     """Measures speed and memory of training, evaluation and sampling against plain automatic differentiation.
 
@@ -54,12 +58,19 @@ def bench(
     if unknown := [name for name in rows if name not in known]:
         raise UserError(f"unknown row {unknown[0]!r}; expected some of {', '.join(known)}")
     chosen = [row for row in ROWS if not rows or row.name in rows]
+    if flow:
+        load(flow)  # says at once what is wrong with the file
+        chosen = [
+            replace(row, title=f"{row.name}, {flow.resolve().parent.name}") if row.ours.work in TRAINED else row
+            for row in chosen
+        ]
     if rounds is not None:
         chosen = [replace(row, rounds=rounds) for row in chosen]
 
     def settled(job: Job) -> Job:
         shorter = {"blocks": (blocks,) * 3} if blocks and job.dataset != "moons" else {}
-        return replace(job, threads=threads, clock=clock, overrides=job.overrides | shorter)
+        trained = str(flow) if flow and job.work in TRAINED else None
+        return replace(job, threads=threads, clock=clock, overrides=job.overrides | shorter, weights=trained)
 
     results = []
     with tqdm(total=sum(row.rounds + 1 for row in chosen), unit="round", leave=False) as progress:

@@ -16,6 +16,7 @@ from idn.flows.build import make_config
 from idn.flows.cost import flow_cost
 from idn.flows.draws import Draws
 from idn.flows.elementary import FactorOut, Layer
+from idn.flows.files import load
 from idn.flows.flow import PRECISIONS, Flow
 from idn.flows.fuse import fuse
 from idn.flows.inverse import GOAL, default_tolerance, fixed_point
@@ -43,6 +44,8 @@ class Job:
     power_iterations: int = 1
     """The plain side's after each step."""
     overrides: dict[str, Any] = field(default_factory=dict)
+    weights: str | None = None
+    """A file with a trained flow, instead of a new one."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +104,8 @@ def serve(job: Job, connection: Connection) -> None:
 
 def trained_like(job: Job) -> Flow:
     """A new flow with weights doubled, so that, as in a trained one, the bounds are active."""
+    if job.weights is not None:
+        return load(job.weights)
     flow = Flow(make_config(job.dataset, job.model, job.size, **job.overrides), converge=False)
     with torch.no_grad():
         for _, layer in flow.spectral_layers():

@@ -1,8 +1,12 @@
 """The inverse of x + g(x): the fixed point x = y - g(x), found by Anderson acceleration.
 
 Plain iteration gains a factor Lip(g) per step, which near 1 takes hundreds. Anderson's method combines the last few
-steps so that their residuals cancel as well as they can. Each sample stops by itself; where acceleration does not
-pay for a sample, that sample takes the plain step, which always converges since Lip(g) < 1.
+steps so that their residuals cancel as well as they can:
+
+    x <- sum_i a_i (x_i + r_i),    r_i = y - g(x_i) - x_i,    sum_i a_i = 1,    |sum_i a_i r_i| as small as can be.
+
+Each sample stops by itself; where acceleration does not pay for a sample, that sample takes the plain step x + r, which
+always converges since Lip(g) < 1.
 """
 
 from collections.abc import Callable
@@ -10,7 +14,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-MEMORY = 5
+MEMORY = 6
+"""Steps that are combined."""
 MOST_ITERATIONS = 2000
 
 
@@ -60,73 +65,71 @@ def fixed_point(
     best = torch.full_like(allowed, float("inf"))
     stale = torch.zeros_like(active)
     finished = torch.zeros_like(active, dtype=torch.bool)
-    x = y - g(y.view(shape)).flatten(1)
-    past = Past(len(y), y)
+    x, past = y, Past(y)
     for _ in range(iterations):
-        residual = y - g(x.view(-1, *shape[1:])).flatten(1) - x
+        residual = past.add(x, y - g(x.view(-1, *shape[1:])).flatten(1))
         size = residual.abs().amax(1)
         stale = torch.where(size < 0.9 * best, 0, stale + 1)
         done = (size <= GOAL * allowed) | ((size <= allowed) & (stale >= STALE))
-        found[active[done & ~finished]] = x[done & ~finished]
-        finished = finished | done
-        left = len(finished) - int(finished.sum())
-        if not left:
-            return found.view(shape)
-        if left <= WORTH_LEAVING * len(finished):
-            keep = ~finished
-            active, y, allowed, best, stale = (each[keep] for each in (active, y, allowed, best, stale))
-            finished = finished[keep]
-            x, residual, size = (each[keep] for each in (x, residual, size))
-            past.keep(keep)
-        past.add(x, residual)
+        if (done & ~finished).any():
+            found[active[done & ~finished]] = x[done & ~finished]
+            finished = finished | done
+            left = len(finished) - int(finished.sum())
+            if not left:
+                return found.view(shape)
+            if left <= WORTH_LEAVING * len(finished):
+                keep = ~finished
+                active, y, allowed, best, stale, size = (e[keep] for e in (active, y, allowed, best, stale, size))
+                finished = finished[keep]
+                past.keep(keep)
         # A step that made things worse is dropped: that sample goes on from here without memory.
         past.forget(~(size < 2 * best))
         best = torch.minimum(best, size)
-        step = past.step(x, residual)
-        x = torch.where(torch.isfinite(step).all(1, keepdim=True), step, x + residual)
+        x = past.step()
     size_left = (y - g(x.view(-1, *shape[1:])).flatten(1) - x).abs().amax(1)
     raise NotInvertedError(active[~finished].tolist(), size_left[~finished].tolist(), tolerance, iterations)
 
 
 class Past:
-    """The last few steps of each sample: how residuals changed (dr), and residuals and points together (dx + dr).
+    """The last few steps of each sample: residuals r_i, where plain steps lead, x_i + r_i, and the products r_i . r_j.
 
-    Each iteration writes one row and one row of the products dr_i . dr_j; nothing else moves.
+    A step without memory has zeros for its products, and takes no part.
     """
 
-    def __init__(self, n: int, like: Tensor) -> None:
-        self.dr, self.both = (like.new_zeros(n, MEMORY, like.shape[1]) for _ in range(2))
+    def __init__(self, like: Tensor) -> None:
+        n, d = like.shape
+        self.residuals, self.results = (like.new_zeros(n, MEMORY, d) for _ in range(2))
         self.gram = like.new_zeros(n, MEMORY, MEMORY)
-        self.last: tuple[Tensor, Tensor] | None = None
         self.slot = 0
 
     def keep(self, which: Tensor) -> None:
         """Go on with these samples only."""
-        self.dr, self.both, self.gram = self.dr[which], self.both[which], self.gram[which]
-        if self.last:
-            self.last = self.last[0][which], self.last[1][which]
+        self.residuals, self.results, self.gram = self.residuals[which], self.results[which], self.gram[which]
 
-    def add(self, x: Tensor, residual: Tensor) -> None:
-        if self.last:
-            dr = residual - self.last[1]
-            self.dr[:, self.slot] = dr
-            self.both[:, self.slot] = dr + x - self.last[0]
-            products = (self.dr @ dr[:, :, None])[:, :, 0]
-            self.gram[:, self.slot] = products
-            self.gram[:, :, self.slot] = products
-            self.slot = (self.slot + 1) % MEMORY
-        self.last = x, residual
+    def add(self, x: Tensor, result: Tensor) -> Tensor:
+        """The residual of x, from which a plain step leads to `result`."""
+        self.slot = (self.slot + 1) % MEMORY
+        self.results[:, self.slot] = result
+        residual = torch.sub(result, x, out=self.residuals[:, self.slot])
+        products = (residual.unsqueeze(1) @ self.residuals.mT)[:, 0]
+        self.gram[:, self.slot] = products
+        self.gram[:, :, self.slot] = products
+        return residual
 
     def forget(self, which: Tensor) -> None:
-        """Zero rows take no part."""
-        for rows in (self.dr, self.both, self.gram):
-            rows.masked_fill_(which[:, None, None], 0)
+        """All but the last step of these samples."""
+        last = self.gram[:, self.slot, self.slot].clone()
+        self.gram.masked_fill_(which[:, None, None], 0)
+        self.gram[:, self.slot, self.slot] = last
 
-    def step(self, x: Tensor, residual: Tensor) -> Tensor:
-        """x + r - sum_i c_i (dx_i + dr_i) with the c that make |r - sum_i c_i dr_i| smallest."""
-        limits = torch.finfo(x.dtype)
-        # Rows shrink as x converges: made equally long, they are solved for equally well.
-        scale = self.gram.diagonal(dim1=1, dim2=2).clamp_min(limits.tiny).rsqrt()[:, :, None]
-        gram = self.gram * scale * scale.mT + limits.eps * torch.eye(MEMORY, dtype=x.dtype, device=x.device)
-        weights = scale * torch.linalg.solve_ex(gram, scale * (self.dr @ residual[:, :, None])).result
-        return x + residual - (weights.mT @ self.both)[:, 0]
+    def step(self) -> Tensor:
+        """The best combination; the plain step where there is none."""
+        limits = torch.finfo(self.gram.dtype)
+        squares = self.gram.diagonal(dim1=1, dim2=2)
+        # Residuals shrink as x converges: made equally long, they are solved for equally well.
+        scale = torch.where(squares > limits.tiny, squares.clamp_min(limits.tiny).rsqrt(), 0)
+        eye = torch.eye(MEMORY, dtype=scale.dtype, device=scale.device)
+        gram = self.gram * scale[:, :, None] * scale[:, None] + limits.eps * eye
+        weights = scale * torch.linalg.solve_ex(gram, scale[:, :, None]).result[:, :, 0]
+        step = ((weights / weights.sum(1, keepdim=True)).unsqueeze(1) @ self.results)[:, 0]
+        return torch.where(torch.isfinite(step.sum(1, keepdim=True)), step, self.results[:, self.slot])
