@@ -168,11 +168,11 @@ class _Together:
 
     def __init__(self, layers: Sequence[SpectralLayer]) -> None:
         self.layers, self.first = layers, layers[0]
-        self.weight = torch.stack([layer.weight.detach() for layer in layers])
+        self.weight = _stack([layer.weight.detach() for layer in layers])
         self.v, self.others = self._buffers("v").flatten(2), self._buffers("others")
 
     def _buffers(self, name: str) -> Tensor:
-        return torch.stack([getattr(layer, name) for layer in self.layers])
+        return _stack([getattr(layer, name) for layer in self.layers])
 
     def _write(self, name: str, values: Tensor) -> None:
         torch._foreach_copy_([getattr(layer, name) for layer in self.layers], list(values.unbind()))
@@ -180,7 +180,8 @@ class _Together:
     def update(self, iterations: int) -> None:
         # Squares of huge or tiny weights leave the range of fp32, so the largest entry is made 1.
         tiny = torch.finfo(self.weight.dtype).tiny
-        largest = self.weight.flatten(1).abs().amax(1).clamp_min(tiny)
+        entries = self.weight.flatten(1)
+        largest = torch.maximum(entries.amax(1), -entries.amin(1)).clamp_min(tiny)
         scaled = self.weight / self._per_layer(largest)
         top, self.others = self._top(scaled, iterations)
         self.v, sigma = top.v, top.sigma * largest
@@ -231,7 +232,7 @@ class _Together:
         def each(which: int, shape: torch.Size) -> Operator:
             def products(x: Tensor) -> Tensor:
                 images = x.unflatten(2, shape)
-                return torch.stack([f[which](one).flatten(1) for f, one in zip(singly, images, strict=True)])
+                return _stack([f[which](one).flatten(1) for f, one in zip(singly, images, strict=True)])
 
             return products
 
@@ -252,6 +253,11 @@ class _Together:
         # One unit of roundoff below: shrunk by less, a coarse entry could round up to where it was.
         smaller = shrink * (self.first.coeff / norm.clamp_min(self.first.coeff) - torch.finfo(precision).eps / 2)
         return torch.where(norm > self.first.coeff * (1 + 2e-4), smaller, shrink)
+
+
+def _stack(tensors: Sequence[Tensor]) -> Tensor:
+    """Along a new first dimension; a single one as it is, without a copy."""
+    return torch.stack(list(tensors)) if len(tensors) > 1 else tensors[0].unsqueeze(0)
 
 
 def _weight_is_known(layer: nn.Module, _: object) -> None:

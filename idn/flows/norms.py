@@ -66,16 +66,18 @@ def unit(x: Tensor) -> Tensor:
 def best_combinations(basis: Tensor, images: Tensor, count: int) -> Tensor:
     """Coefficients of the `count` orthonormal combinations of `basis` whose images are longest, longest first.
 
-    The first of the basis has length 1, and takes part as it is: what is dropped is dropped from the others.
+    The first of the basis takes part as it is: what is dropped is dropped from the others.
     """
     gram = basis @ basis.mT
+    shorten = gram.diagonal(dim1=-2, dim2=-1).clamp_min(torch.finfo(gram.dtype).tiny).rsqrt()
+    gram = gram * shorten.unsqueeze(-1) * shorten.unsqueeze(-2)
     along = gram[..., 1:, :1]
     size, directions = torch.linalg.eigh(gram[..., 1:, 1:] - along @ along.mT)
     scale = torch.where(size > INDEPENDENT, size.clamp_min(INDEPENDENT).rsqrt(), torch.zeros_like(size))
     others = (directions * scale.unsqueeze(-2)).mT
     first = torch.zeros_like(gram[..., :1, :])
     first[..., 0] = 1
-    whiten = torch.cat([first, torch.cat([-others @ along, others], -1)], -2)
+    whiten = torch.cat([first, torch.cat([-others @ along, others], -1)], -2) * shorten.unsqueeze(-2)
     whitened = whiten @ images
     top = torch.linalg.eigh(whitened @ whitened.mT).eigenvectors[..., -count:].flip(-1)
     return top.mT @ whiten
@@ -94,8 +96,8 @@ def top_singular(
     for _ in range(max(iterations, 1)):
         climb = gradient(transpose, vectors, images)
         left = lengths(climb)[:, EXPLORER, 0]
-        basis = torch.cat([vectors, units(climb), last], 1)
-        basis_images = torch.cat([images, apply(units(climb)), last_images], 1)
+        basis = torch.cat([vectors, climb, last], 1)
+        basis_images = torch.cat([images, apply(climb), last_images], 1)
         mix = best_combinations(basis, basis_images, FOLLOWED)
         vectors, images = mix @ basis, mix @ basis_images
         last, last_images = moves(mix, basis, basis_images)
@@ -117,22 +119,22 @@ def top_beside_wave(
 ) -> tuple[TopSingular, Tensor]:
     """The same with as few products as can be: v goes where its gradient pointed when it was last followed, or to the
     wave. Also gives the gradient to go on with."""
-    size = lengths(wave.images).clamp_min(torch.finfo(v.dtype).tiny)
-    basis = torch.cat([units(torch.cat([v, climb], 1)), wave.images / size], 1)
-    images = torch.cat([apply(basis[:, :2]), wave.responses / size], 1)
+    basis = torch.cat([v, climb, wave.images], 1)
+    images = torch.cat([apply(basis[:, :2]), wave.responses], 1)
     count = 1 if iterations == 1 else 2
-    mix = best_combinations(basis, images, basis.shape[1])
+    mix = best_combinations(basis, images, 1 if iterations == 1 else basis.shape[1])
     (vectors, last), (images, last_images) = ((mix @ x).tensor_split([count], 1) for x in (basis, images))
     for _ in range(iterations - 1):
-        steps = units(gradient(transpose, vectors, images))
+        steps = gradient(transpose, vectors, images)
         basis = torch.cat([vectors, steps, last], 1)
         basis_images = torch.cat([images, apply(steps), last_images], 1)
         mix = best_combinations(basis, basis_images, count)
         vectors, images = mix @ basis, mix @ basis_images
         last, last_images = moves(mix, basis, basis_images)
-    first, size = units(vectors[:, :1]), lengths(vectors[:, :1])
+    size = lengths(vectors[:, :1]).clamp_min(torch.finfo(v.dtype).tiny)
+    first = vectors[:, :1] / size
     # Applied once more after many combinations, which carry roundoff.
-    image = images[:, :1] / size if iterations == 1 else apply(first)
+    image = images / size if iterations == 1 else apply(first)
     climb = gradient(transpose, first, image)
     return found(first, image, climb), climb
 
