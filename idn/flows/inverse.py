@@ -5,8 +5,9 @@ steps so that their residuals cancel as well as they can:
 
     x <- sum_i a_i (x_i + r_i),    r_i = y - g(x_i) - x_i,    sum_i a_i = 1,    |sum_i a_i r_i| as small as can be.
 
-Each sample stops by itself; where acceleration does not pay for a sample, that sample takes the plain step x + r, which
-always converges since Lip(g) < 1.
+Each sample stops by itself. A sample whose residual grows, or stays as it is for long, goes back to the best point it
+has seen and takes the plain step x + r from there, which shortens the residual by the factor Lip(g) < 1 at least: so
+every sample converges, whatever combinations do.
 """
 
 from collections.abc import Callable
@@ -40,6 +41,9 @@ def default_tolerance(dtype: torch.dtype) -> float:
 GOAL = 1 / 16
 """Iterations go on to this share of the tolerance, as long as they still gain anything on roundoff."""
 STALE = 4
+"""Steps without a gain after which a sample within the tolerance is done."""
+PATIENCE = 20
+"""Steps without a gain after which others go back, and take as many plain steps."""
 WORTH_LEAVING = 0.75
 """Samples that are done leave when no more than this share would stay: what the others remember is copied then."""
 
@@ -62,14 +66,15 @@ def fixed_point(
     found = y.clone()
     allowed = tolerance * (1 + y.abs().amax(1))
     active = torch.arange(len(y), device=y.device)
-    best = torch.full_like(allowed, float("inf"))
-    stale = torch.zeros_like(active)
+    best = mark = torch.full_like(allowed, float("inf"))
+    stale, plainly = torch.zeros_like(active), torch.zeros_like(active)
     finished = torch.zeros_like(active, dtype=torch.bool)
-    x, past = y, Past(y)
+    x, back, past = y, y, Past(y)
     for _ in range(iterations):
         residual = past.add(x, y - g(x.view(-1, *shape[1:])).flatten(1))
-        size = residual.abs().amax(1)
-        stale = torch.where(size < 0.9 * best, 0, stale + 1)
+        size, square = residual.abs().amax(1), past.square()
+        gained, back = square < 0.8 * mark, torch.where((square < best)[:, None], past.result(), back)
+        mark, stale = torch.where(gained, square, mark), torch.where(gained, 0, stale + 1)
         done = (size <= GOAL * allowed) | ((size <= allowed) & (stale >= STALE))
         if (done & ~finished).any():
             found[active[done & ~finished]] = x[done & ~finished]
@@ -79,13 +84,19 @@ def fixed_point(
                 return found.view(shape)
             if left <= WORTH_LEAVING * len(finished):
                 keep = ~finished
-                active, y, allowed, best, stale, size = (e[keep] for e in (active, y, allowed, best, stale, size))
+                active, y, allowed, best, mark, stale, plainly, square, back = (
+                    each[keep] for each in (active, y, allowed, best, mark, stale, plainly, square, back)
+                )
                 finished = finished[keep]
                 past.keep(keep)
-        # A step that made things worse is dropped: that sample goes on from here without memory.
-        past.forget(~(size < 2 * best))
-        best = torch.minimum(best, size)
-        x = past.step()
+        stuck = stale >= PATIENCE
+        lost = stuck | ~(square < 4 * best)
+        best = torch.fmin(best, square)
+        stale = stale.masked_fill(stuck, 0)
+        plainly = torch.where(stuck, PATIENCE, plainly - 1)
+        x = torch.where((plainly > 0)[:, None], past.result(), past.step())
+        x = torch.where(lost[:, None], back, x)
+        past.forget(lost)
     size_left = (y - g(x.view(-1, *shape[1:])).flatten(1) - x).abs().amax(1)
     raise NotInvertedError(active[~finished].tolist(), size_left[~finished].tolist(), tolerance, iterations)
 
@@ -93,7 +104,7 @@ def fixed_point(
 class Past:
     """The last few steps of each sample: residuals r_i, where plain steps lead, x_i + r_i, and the products r_i . r_j.
 
-    A step without memory has zeros for its products, and takes no part.
+    A step that is forgotten has zeros for its products, and takes no part.
     """
 
     def __init__(self, like: Tensor) -> None:
@@ -116,11 +127,17 @@ class Past:
         self.gram[:, :, self.slot] = products
         return residual
 
+    def square(self) -> Tensor:
+        """The last residual's length, squared."""
+        return self.gram[:, self.slot, self.slot].clone()
+
+    def result(self) -> Tensor:
+        """Where a plain step from the last point leads."""
+        return self.results[:, self.slot]
+
     def forget(self, which: Tensor) -> None:
-        """All but the last step of these samples."""
-        last = self.gram[:, self.slot, self.slot].clone()
+        """All steps of these samples."""
         self.gram.masked_fill_(which[:, None, None], 0)
-        self.gram[:, self.slot, self.slot] = last
 
     def step(self) -> Tensor:
         """The best combination; the plain step where there is none."""
@@ -132,4 +149,4 @@ class Past:
         gram = self.gram * scale[:, :, None] * scale[:, None] + limits.eps * eye
         weights = scale * torch.linalg.solve_ex(gram, scale[:, :, None]).result[:, :, 0]
         step = ((weights / weights.sum(1, keepdim=True)).unsqueeze(1) @ self.results)[:, 0]
-        return torch.where(torch.isfinite(step.sum(1, keepdim=True)), step, self.results[:, self.slot])
+        return torch.where(torch.isfinite(step.sum(1, keepdim=True)), step, self.result())

@@ -178,6 +178,22 @@ def test_inverse_names_the_samples_that_do_not_converge():
     assert caught.value.samples == [1]
 
 
+def test_no_point_of_the_plane_wanders():
+    """Combinations of few steps can lead astray where a map bends; each sample must find back at once."""
+    turn = torch.linalg.qr(torch.randn(2, 2, generator=stream(0, "turn")))[0]
+    evaluations = 0
+
+    def g(x):
+        nonlocal evaluations
+        evaluations += 1
+        return 0.09 * torch.sin(10 * x @ turn)
+
+    y = 2 * torch.randn(20_000, 2, generator=stream(0, "points"))
+    x = fixed_point(g, y)
+    assert (x + g(x) - y).abs().max() < 1e-5
+    assert evaluations < 30
+
+
 def test_a_sample_that_is_done_is_not_named_though_it_waits_for_the_others():
     """One of eight has its fixed point at once; of the rest, every one is named and that one is not."""
     y = torch.ones(8, 1, dtype=torch.float64)
