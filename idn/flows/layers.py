@@ -32,9 +32,9 @@ class SpectralLayer(nn.Module):
     """W x + b with W = weight / max(1, sigma / coeff), a matrix or a zero-padded convolution.
 
     sigma is the norm of the operator: for a k x k convolution that of the map between images of `image_size`. The
-    singular vectors u and v are kept from step to step, with `others` that help to follow them, and the gradient flows
-    through sigma = u^T W v with both held fixed. `slack` is the share by which the norm may exceed sigma; the weight is
-    divided by that much more.
+    singular vectors u and v are kept from step to step, with `others` that help to follow them (of a convolution also
+    the gradient `climb` that v had), and the gradient flows through sigma = u^T W v with both held fixed. `slack` is
+    the share by which the norm may exceed sigma; the weight is divided by that much more.
     `forward` returns the affine map with the normalised weight.
     """
 

@@ -121,8 +121,9 @@ def top_beside_wave(
     wave. Also gives the gradient to go on with."""
     basis = torch.cat([v, climb, wave.images], 1)
     images = torch.cat([apply(basis[:, :2]), wave.responses], 1)
-    count = 1 if iterations == 1 else 2
-    mix = best_combinations(basis, images, 1 if iterations == 1 else basis.shape[1])
+    # On a long way two vectors are followed: alone, v can linger where a smaller singular value is.
+    count, combinations = (1, 1) if iterations == 1 else (2, basis.shape[1])
+    mix = best_combinations(basis, images, combinations)
     (vectors, last), (images, last_images) = ((mix @ x).tensor_split([count], 1) for x in (basis, images))
     for _ in range(iterations - 1):
         steps = gradient(transpose, vectors, images)
@@ -133,7 +134,7 @@ def top_beside_wave(
         last, last_images = moves(mix, basis, basis_images)
     size = lengths(vectors[:, :1]).clamp_min(torch.finfo(v.dtype).tiny)
     first = vectors[:, :1] / size
-    # Applied once more after many combinations, which carry roundoff.
+    # Applied once more: combined images carry roundoff.
     image = images / size if iterations == 1 else apply(first)
     climb = gradient(transpose, first, image)
     return found(first, image, climb), climb
