@@ -186,12 +186,13 @@ def sample(job: Job, flow: Flow) -> Callable[[int], None]:
 def norms(job: Job, flow: Flow) -> Callable[[int], None]:
     """Only what follows the optimiser's step, which moves weights to and fro."""
     generator = stream(0, "bench")
-    moves = [1 + 1e-4 * torch.randn(layer.weight.shape, generator=generator) for _, layer in flow.spectral_layers()]
+    weights = [layer.weight for _, layer in flow.spectral_layers()]
+    there = [1 + 1e-4 * torch.randn(weight.shape, generator=generator) for weight in weights]
+    back = [1 / move for move in there]
 
     @torch.no_grad()
     def follow(seed: int) -> None:
-        for (_, layer), move in zip(flow.spectral_layers(), moves, strict=True):
-            layer.weight.copy_(layer.weight / move if seed % 2 else layer.weight * move)
+        torch._foreach_mul_(weights, back if seed % 2 else there)
         flow.update_norms()
 
     return follow

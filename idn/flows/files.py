@@ -69,8 +69,9 @@ def load(path: str | PathLike[str], ema: bool = True) -> Flow:
 
 def _put(flow: Flow, tensors: dict[str, Tensor], path: Path) -> None:
     expected = flow.state_dict()
-    # Older files lack the gradients from which norms go on; they start at zero.
+    # Older files lack the gradients from which norms go on; they start at zero. Small matrices kept further vectors.
     tensors = {name: zeros for name, zeros in expected.items() if name.endswith(".climb")} | tensors
+    tensors = {name: tensor for name, tensor in tensors.items() if name in expected or not name.endswith(".others")}
     for name in sorted(set(expected) ^ set(tensors)):
         raise UserError(f"{path} {'lacks' if name in expected else 'holds an unknown'} tensor {name!r}")
     for name, tensor in tensors.items():

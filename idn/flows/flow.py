@@ -172,7 +172,7 @@ class Flow(nn.Module):
         moved = [x for x, (harm, share, _) in looks if harm and share > MOVED and not x.spatial]
         vague = [x for x, (harm, _, share) in looks if harm and share > VAGUE and x.spatial]
         update_norms(moved + vague, MORE_ITERATIONS)
-        matrices = [layer for layer in layers if not layer.spatial]
+        matrices = [layer for layer in layers if not (layer.spatial or layer.small)]
         for _ in range(MOST_ROUNDS):
             matrices = [x for x, (harm, _, share) in self._looked_at(matrices) if harm and share > SETTLED]
             if not matrices:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.grad import conv2d_weight
 
 from idn.flows.maps import Affine
+from idn.flows.matrices import is_small, top_of_small
 from idn.flows.norms import FOLLOWED, Operator, TopSingular, lengths, top_beside_wave, top_singular, unit
 from idn.flows.waves import STEPS, first_channels, strongest_wave
 
@@ -32,8 +33,8 @@ class SpectralLayer(nn.Module):
     """W x + b with W = weight / max(1, sigma / coeff), a matrix or a zero-padded convolution.
 
     sigma is the norm of the operator: for a k x k convolution that of the map between images of `image_size`. The
-    singular vectors u and v are kept from step to step, with `others` that help to follow them (of a convolution also
-    the gradient `climb` that v had), and the gradient flows through sigma = u^T W v with both held fixed. `slack` is
+    singular vectors u and v are kept from step to step, for large weights with `others` that help to follow them (of a
+    convolution also the gradient `climb` that v had), and the gradient flows through sigma = u^T W v with both held fixed. `slack` is
     the share by which the norm may exceed sigma; the weight is divided by that much more.
     `forward` returns the affine map with the normalised weight.
     """
@@ -76,7 +77,7 @@ class SpectralLayer(nn.Module):
         if self.spatial:
             self.register_buffer("others", first_channels(self.weight.detach()))
             self.register_buffer("climb", torch.zeros_like(self.v))
-        else:
+        elif not self.small:
             self.register_buffer("others", torch.randn(FOLLOWED, inputs, *size, generator=generator))
             self.register_buffer("noise", unit(torch.randn(1, inputs, *size, generator=generator)), persistent=False)
             self.register_buffer("previous", self.weight.detach().clone(), persistent=False)
@@ -126,6 +127,11 @@ class SpectralLayer(nn.Module):
         """Whether the weight mixes several pixels."""
         return self.v[0, 0].numel() > 1
 
+    @property
+    def small(self) -> bool:
+        """Whether the weight is a matrix whose norm is proven at every step: it needs no vectors but u and v."""
+        return not self.spatial and is_small(self.weight)
+
 
 class _Normalised(torch.autograd.Function):
     """W / max(1, sigma / limit) with sigma = u^T W v, u and v held fixed."""
@@ -169,7 +175,7 @@ class _Together:
     def __init__(self, layers: Sequence[SpectralLayer]) -> None:
         self.layers, self.first = layers, layers[0]
         self.weight = _stack([layer.weight.detach() for layer in layers])
-        self.v, self.others = self._buffers("v").flatten(2), self._buffers("others")
+        self.v = self._buffers("v").flatten(2)
 
     def _buffers(self, name: str) -> Tensor:
         return _stack([getattr(layer, name) for layer in self.layers])
@@ -183,13 +189,13 @@ class _Together:
         entries = self.weight.flatten(1)
         largest = torch.maximum(entries.amax(1), -entries.amin(1)).clamp_min(tiny)
         scaled = self.weight / self._per_layer(largest)
-        top, self.others = self._top(scaled, iterations)
+        top = self._top(scaled, iterations)
         self.v, sigma = top.v, top.sigma * largest
         self._write("u", top.u.view(-1, *self.first.u.shape))
         self._write("v", top.v.view(-1, *self.first.v.shape))
-        for name, values in {"others": self.others, "sigma": sigma, "slack": top.missing}.items():
-            self._write(name, values)
-        if not self.first.spatial:
+        self._write("sigma", sigma)
+        self._write("slack", top.missing)
+        if not (self.first.spatial or self.first.small):
             change = (self._buffers("previous") - self.weight) / self._per_layer(largest)
             length, moved = (torch.linalg.vector_norm(w.flatten(1), dim=1) for w in (scaled, change))
             self._write("moved", moved / length.clamp_min(tiny))
@@ -203,25 +209,30 @@ class _Together:
     def _per_layer(self, numbers: Tensor) -> Tensor:
         return numbers.view(-1, *[1] * (self.weight.dim() - 1))
 
-    def _top(self, weight: Tensor, iterations: int) -> tuple[TopSingular, Tensor]:
-        if not self.first.spatial:
-            return self._follow(weight, iterations)
+    def _top(self, weight: Tensor, iterations: int) -> TopSingular:
+        if self.first.spatial:
+            return self._beside_wave(weight, iterations)
+        if self.first.small:
+            return top_of_small(weight.flatten(2), self.v)
+        others, noise = self._buffers("others").flatten(2), self._buffers("noise").flatten(2)
+        top, others = top_singular(*self._operator(weight), self.v, others, noise, iterations)
+        self._write("others", others.view(-1, *self.first.others.shape))
+        return top
+
+    def _beside_wave(self, weight: Tensor, iterations: int) -> TopSingular:
         height, width = self.first.v.shape[-2:]
-        gain, wave, channels = strongest_wave(weight, (height, width), self.others, min(1 + iterations, STEPS))
+        kept, steps = self._buffers("others"), min(1 + iterations, STEPS)
+        gain, wave, channels = strongest_wave(weight, (height, width), kept, steps)
         climb = self._buffers("climb").flatten(2)
         top, climb = top_beside_wave(*self._operator(weight), self.v, climb, wave, iterations)
         self._write("climb", climb.view(-1, *self.first.v.shape))
+        self._write("others", channels)
         tiny = torch.finfo(gain.dtype).tiny
         sigma, missing = top.sigma.clamp_min(tiny), top.missing
         length = (lengths(wave.responses) / lengths(wave.images).clamp_min(tiny)).amax((1, 2))
         if iterations < ADAPTED_ITERATIONS:
             missing = torch.maximum(missing, torch.lerp(length, gain, ADAPTS) / sigma - 1)
-        return top._replace(missing=torch.minimum(missing, (gain / sigma - 1).clamp_min(0))), channels
-
-    def _follow(self, weight: Tensor, iterations: int) -> tuple[TopSingular, Tensor]:
-        others, noise = self.others.flatten(2), self._buffers("noise").flatten(2)
-        top, others = top_singular(*self._operator(weight), self.v, others, noise, iterations)
-        return top, others.view_as(self.others)
+        return top._replace(missing=torch.minimum(missing, (gain / sigma - 1).clamp_min(0)))
 
     def _operator(self, weight: Tensor) -> tuple[Operator, Operator]:
         """x -> W x and its transpose for all layers, each with several vectors: L x m x n."""

@@ -124,7 +124,8 @@ def converged_norm(layer: SpectralLayer) -> float:
     """Of the weight that is multiplied, from other vectors."""
     other = copy.deepcopy(layer)
     other.weight.data, other.precision = layer.multiplied(), None
-    other.others.copy_(torch.randn(other.others.shape, generator=stream(1, "others")))
+    if not layer.small:  # whose norms are found without further vectors
+        other.others.copy_(torch.randn(other.others.shape, generator=stream(1, "others")))
     other.update_norm(40)
     return other.sigma.item()
 
