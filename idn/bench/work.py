@@ -186,13 +186,14 @@ def sample(job: Job, flow: Flow) -> Callable[[int], None]:
 def norms(job: Job, flow: Flow) -> Callable[[int], None]:
     """Only what follows the optimiser's step, which moves weights to and fro."""
     generator = stream(0, "bench")
-    weights = [layer.weight for _, layer in flow.spectral_layers()]
+    weights = [layer.weight.data for _, layer in flow.spectral_layers()]
     there = [1 + 1e-4 * torch.randn(weight.shape, generator=generator) for weight in weights]
     back = [1 / move for move in there]
 
     @torch.no_grad()
     def follow(seed: int) -> None:
-        torch._foreach_mul_(weights, back if seed % 2 else there)
+        for weight, move in zip(weights, back if seed % 2 else there, strict=True):
+            weight.mul_(move)
         flow.update_norms()
 
     return follow

@@ -34,8 +34,8 @@ class SpectralLayer(nn.Module):
 
     sigma is the norm of the operator: for a k x k convolution that of the map between images of `image_size`. The
     singular vectors u and v are kept from step to step, for large weights with `others` that help to follow them (of a
-    convolution also the gradient `climb` that v had), and the gradient flows through sigma = u^T W v with both held fixed. `slack` is
-    the share by which the norm may exceed sigma; the weight is divided by that much more.
+    convolution also the gradient `climb` that v had), and the gradient flows through sigma = u^T W v with both held
+    fixed. `slack` is the share by which the norm may exceed sigma; the weight is divided by that much more.
     `forward` returns the affine map with the normalised weight.
     """
 
