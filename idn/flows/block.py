@@ -8,10 +8,11 @@ from torch import Tensor
 from idn.flows.branches import Branch
 from idn.flows.draws import Draws
 from idn.flows.elementary import Layer
-from idn.flows.fuse import fused_or
+from idn.flows.fuse import fused_or, is_fusing
 from idn.flows.inverse import fixed_point
 from idn.flows.logdet import LogdetRule, block_logdet, exact_logdet, plane_step
 from idn.flows.maps import InPrecision
+from idn.flows.plane import native_step
 
 _plane_step = fused_or(plane_step, otherwise=lambda x, branch: exact_logdet(branch(), x))
 
@@ -27,7 +28,8 @@ class Block(Layer):
 
     def forward(self, x: Tensor, draws: Draws, rule: LogdetRule, *_: Any) -> tuple[Tensor, Tensor]:
         if rule.rule == "exact" and x.shape[1:] == (2,) and torch.is_grad_enabled():
-            gx, logdet = _plane_step(x, self.branch)
+            native = native_step(x, self.branch) if is_fusing() else None
+            gx, logdet = native or _plane_step(x, self.branch)
         else:
             gx, logdet = block_logdet(self.branch(), x, draws, rule, self.recompute)
         return x + gx, logdet

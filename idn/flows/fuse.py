@@ -28,6 +28,11 @@ def fuse(on: bool) -> None:
     _on = on
 
 
+def is_fusing() -> bool:
+    """Whether compiled kernels are on."""
+    return _on
+
+
 def fused(function: Callable[P, R]) -> Callable[P, R]:
     """The function itself, or while `fuse` is on its compiled form for large tensors, if there is a compiler."""
     compiled = fused_or(function, function, dynamic=True)

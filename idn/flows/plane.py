@@ -1,0 +1,212 @@
+"""Blocks of two dimensions by a kernel of our own (`plane.cpp`), compiled on its first use and kept in the cache.
+
+A branch with its norms, etas and betas is one call forward and one backward: normalising and activating a few thousand
+numbers by single operations takes torch as long as the products. CPUs only; what the kernel does not know
+(`native_step` returns None) goes through the maps.
+"""
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from idn.flows.activations import CLIPSWISH_SLOPE, LIPSWISH_SLOPE, CLipSwishActivation, LipSwishActivation
+from idn.flows.branches import Branch, Concatenation, DenseLayer
+from idn.flows.layers import SpectralLayer
+
+SOURCE = Path(__file__).with_name("plane.cpp")
+FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fopenmp", "-fPIC", "-w")
+WIDEST = 4096
+"""Features of a branch in all: a tile of points must stay in the cache."""
+KINDS: dict[type[nn.Module], tuple[int, float]] = {
+    LipSwishActivation: (1, LIPSWISH_SLOPE),
+    CLipSwishActivation: (2, LIPSWISH_SLOPE * CLIPSWISH_SLOPE),
+}
+
+
+class Step(NamedTuple):
+    """A layer with the activation and the concatenation that follow it."""
+
+    layer: SpectralLayer
+    activation: nn.Module | None
+    concatenation: Concatenation | None
+
+
+class Recipe:
+    """A branch as the kernel reads it: numbers that stay, and modules whose tensors change."""
+
+    def __init__(self, first: nn.Module | None, steps: Sequence[Step]) -> None:
+        self.first, self.steps = first, steps
+        ints = [steps[0].concatenation is not None, len(steps), _kind(first)[0]]
+        floats = [_kind(first)[1]]
+        for layer, activation, concatenation in steps:
+            kind, divisor = _kind(activation)
+            ints += [layer.weight.shape[1], layer.weight.shape[0], kind]
+            floats += [layer.coeff, 1.0 if concatenation is None else concatenation.coeff, divisor]
+        self.ints, self.floats = (ctypes.c_int * len(ints))(*ints), (ctypes.c_float * len(floats))(*floats)
+
+    def tensors(self) -> list[Tensor | None]:
+        """In the kernel's order."""
+        found: list[Tensor | None] = [_raw_beta(self.first)]
+        for layer, activation, concatenation in self.steps:
+            found += [layer.weight, layer.u, layer.v, layer.bias, layer.slack, layer.shrink, _raw_beta(activation)]
+            found.append(None if concatenation is None else concatenation.raw)
+        return found
+
+
+FIXED = (1, 2, 4, 5)
+"""Of a layer's tensors u, v, slack and shrink get no gradient."""
+
+
+class _Plane(torch.autograd.Function):
+    """g(x) and ln det(I + J) of a branch, from x and the tensors of its recipe."""
+
+    @staticmethod
+    def forward(ctx: Any, recipe: Recipe, low: bool, x: Tensor, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
+        kernel, n = library(), len(x)
+        assert kernel is not None
+        gx, logdet = torch.empty_like(x), x.new_empty(n)
+        ctx.kept = x.new_empty(kernel.plane_kept(recipe.ints, n))
+        ctx.recipe, ctx.call = recipe, (int(low), recipe.ints, recipe.floats, _addresses(tensors), n)
+        kernel.plane_forward(*ctx.call, torch.get_num_threads(), *map(_address, (x, gx, logdet, ctx.kept)))
+        ctx.save_for_backward(x, *tensors)
+        return gx, logdet
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        kernel = library()
+        assert kernel is not None
+        x, *tensors = ctx.saved_tensors
+        into_gx, into_logdet = grads[0].contiguous(), grads[1].contiguous()
+        into_x = torch.empty_like(x)
+        # Of the first activation, then of every layer.
+        found: list[Tensor | None] = [
+            torch.empty_like(t) if t is not None and needed and not (i and (i - 1) % 8 in FIXED) else None
+            for i, (t, needed) in enumerate(zip(tensors, ctx.needs_input_grad[3:], strict=True))
+        ]
+        wanted = [g for i, g in enumerate(found) if not (i and (i - 1) % 8 in FIXED)]
+        given = map(_address, (x, into_gx, into_logdet, ctx.kept, into_x))
+        kernel.plane_backward(*ctx.call, torch.get_num_threads(), *given, _addresses(wanted))
+        return None, None, into_x, *found
+
+
+def native_step(x: Tensor, branch: Branch) -> tuple[Tensor, Tensor] | None:
+    """g(x) and the exact log-det in two dimensions, or None where the kernel is not available or does not know how."""
+    if x.device.type != "cpu" or x.dtype != torch.float32 or len(x) == 0:
+        return None
+    recipe = _recipe(branch)
+    if recipe is None or branch.precision not in (None, torch.bfloat16):
+        return None
+    tensors = recipe.tensors()
+    if any(t is not None and not _readable(t) for t in tensors):
+        return None
+    kernel, low = library(), branch.precision is not None
+    if kernel is None or (low and not kernel.plane_low()):
+        return None
+    gx, logdet = _Plane.apply(recipe, low, x.contiguous(), *tensors)
+    return gx, logdet
+
+
+def _readable(tensor: Tensor) -> bool:
+    """ZeRO 3 leaves parameters empty until their module is called."""
+    return tensor.dtype == torch.float32 and tensor.is_contiguous() and not hasattr(tensor, "ds_id")
+
+
+_recipes: WeakKeyDictionary[Branch, Recipe | None] = WeakKeyDictionary()
+
+
+def _recipe(branch: Branch) -> Recipe | None:
+    if branch not in _recipes:
+        _recipes[branch] = _read(list(branch.parts))
+    return _recipes[branch]
+
+
+def _read(parts: list[nn.Module]) -> Recipe | None:
+    """The recipe of dense layers and a last one, or of layers with activations between; None for anything else."""
+    *before, last = parts
+    first: nn.Module | None = None
+    if before and all(isinstance(part, DenseLayer) for part in before):
+        steps = [Step(part.layer, part.activation, part.concatenation) for part in before]
+    else:
+        if len(before) % 2:
+            first = before.pop(0)
+        steps = [Step(layer, phi, None) for layer, phi in zip(before[::2], before[1::2], strict=True)]
+    activations = [step.activation for step in steps] + ([] if first is None else [first])
+    steps.append(Step(last, None, None))
+    layers = [step.layer for step in steps]
+    if not all(isinstance(layer, SpectralLayer) and layer.padding is None for layer in layers):
+        return None
+    small = len(steps) > 1 and sum(layer.weight.shape[1] for layer in layers) <= WIDEST
+    known = small and all(type(phi) in KINDS for phi in activations) and last.bias.shape == (2,)
+    return Recipe(first, steps) if known else None
+
+
+def _kind(activation: nn.Module | None) -> tuple[int, float]:
+    return (0, 1.0) if activation is None else KINDS[type(activation)]
+
+
+def _raw_beta(activation: nn.Module | None) -> Tensor | None:
+    return activation.raw_beta if isinstance(activation, LipSwishActivation) else None
+
+
+def _address(tensor: Tensor | None) -> ctypes.c_void_p:
+    return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
+
+
+def _addresses(tensors: Sequence[Tensor | None]) -> ctypes.Array[ctypes.c_void_p]:
+    return (ctypes.c_void_p * len(tensors))(*[None if t is None else t.data_ptr() for t in tensors])
+
+
+@cache
+def library() -> ctypes.CDLL | None:
+    """The compiled kernel, or None, with a warning, where it cannot be had."""
+    try:
+        kernel = ctypes.CDLL(str(_compiled()))
+    except (OSError, subprocess.CalledProcessError) as error:
+        reason = error.stderr.strip().splitlines() if isinstance(error, subprocess.CalledProcessError) else [str(error)]
+        logging.getLogger(__name__).warning("the kernel of plane blocks is not compiled: %s", (reason or [error])[0])
+        return None
+    kernel.plane_kept.restype = ctypes.c_int64
+    return kernel
+
+
+def _compiled() -> Path:
+    """The library's file. Its name tells source, flags and machine apart, so that many may share the folder."""
+    compiler = os.environ.get("CXX") or "g++"
+    key = "\n".join([SOURCE.read_text(), *FLAGS, compiler, _processor()])
+    folder = Path(os.environ.get("IDN_CACHE") or Path.home() / ".cache" / "idn") / "native"
+    file = folder / f"plane-{hashlib.sha256(key.encode()).hexdigest()[:24]}.so"
+    if not file.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as work:
+            part, made = Path(work) / "plane.o", Path(work) / "plane.so"
+            _run(compiler, *FLAGS, "-c", str(SOURCE), "-o", str(part))
+            # Linked without OpenMP: torch has loaded it, and a second one would have threads of its own.
+            _run(compiler, "-shared", str(part), "-o", str(made))
+            made.replace(file)
+    return file
+
+
+def _run(*command: str) -> None:
+    subprocess.run(command, check=True, capture_output=True, text=True)
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
+    except OSError:
+        return platform.processor()
+    return "\n".join(line for line in lines if line.startswith(("model name", "flags", "Features")))
