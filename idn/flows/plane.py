@@ -1,4 +1,4 @@
-"""Blocks of two dimensions by a kernel of our own (`plane.cpp`), compiled on its first use and kept in the cache.
+"""Blocks of two dimensions by a kernel of our own (`native/`), compiled on its first use and kept in the cache.
 
 A branch with its norms, etas and betas is one call forward and one backward: normalising and activating a few thousand
 numbers by single operations takes torch as long as the products. CPUs only; what the kernel does not know
@@ -26,7 +26,7 @@ from idn.flows.activations import CLIPSWISH_SLOPE, LIPSWISH_SLOPE, CLipSwishActi
 from idn.flows.branches import Branch, Concatenation, DenseLayer
 from idn.flows.layers import SpectralLayer
 
-SOURCE = Path(__file__).with_name("plane.cpp")
+SOURCES = Path(__file__).with_name("native")
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fopenmp", "-fPIC", "-w")
 WIDEST = 4096
 """Features of a branch in all: a tile of points must stay in the cache."""
@@ -134,7 +134,7 @@ def _recipe(branch: Branch) -> Recipe | None:
     return _recipes[branch]
 
 
-def _read(parts: list[nn.Module]) -> Recipe | None:
+def _read(parts: list[Any]) -> Recipe | None:
     """The recipe of dense layers and a last one, or of layers with activations between; None for anything else."""
     *before, last = parts
     first: nn.Module | None = None
@@ -186,14 +186,15 @@ def library() -> ctypes.CDLL | None:
 def _compiled() -> Path:
     """The library's file. Its name tells source, flags and machine apart, so that many may share the folder."""
     compiler = os.environ.get("CXX") or "g++"
-    key = "\n".join([SOURCE.read_text(), *FLAGS, compiler, _processor()])
+    sources = [file.read_text() for file in sorted(SOURCES.iterdir()) if file.suffix in (".cpp", ".h")]
+    key = "\n".join([*sources, *FLAGS, compiler, _processor()])
     folder = Path(os.environ.get("IDN_CACHE") or Path.home() / ".cache" / "idn") / "native"
     file = folder / f"plane-{hashlib.sha256(key.encode()).hexdigest()[:24]}.so"
     if not file.exists():
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as work:
             part, made = Path(work) / "plane.o", Path(work) / "plane.so"
-            _run(compiler, *FLAGS, "-c", str(SOURCE), "-o", str(part))
+            _run(compiler, *FLAGS, "-c", str(SOURCES / "plane.cpp"), "-o", str(part))
             # Linked without OpenMP: torch has loaded it, and a second one would have threads of its own.
             _run(compiler, "-shared", str(part), "-o", str(made))
             made.replace(file)
