@@ -99,7 +99,7 @@ struct Branch {
             layers[i].t = gradients, gradients += layers[i].outputs;
             groups[i].first_t = dense ? 0 : layers[i].t, groups[i].after_t = gradients;
         }
-        stride = row_length(features), t_stride = row_length(gradients);
+        stride = row_length(features + 2 * LANES), t_stride = row_length(gradients + 2 * LANES);  // read beyond
         sums += up(count, LANES);  // of betas
     }
 
@@ -124,7 +124,7 @@ struct Branch {
 
     // The transposed weight, for x -> W x.
     std::vector<float> forward_words(const Layer& layer) const {
-        int width = layer.padded();
+        int width = row_length(layer.outputs);
         std::vector<float> words(up(layer.inputs, T::PER_WORD) / T::PER_WORD * width, 0.0f);
         Number* numbers = (Number*)words.data();
         for (int o = 0; o < layer.outputs; ++o) {
@@ -137,7 +137,7 @@ struct Branch {
     // The weights of all layers that read a group, one below the other, for t -> W^T t.
     std::vector<float> backward_words(int g) const {
         const Group& group = groups[g];
-        int width = up(group.width, LANES), rows = group.after_t - group.first_t;
+        int width = row_length(group.width), rows = group.after_t - group.first_t;
         std::vector<float> words(up(rows, T::PER_WORD) / T::PER_WORD * width, 0.0f);
         Number* numbers = (Number*)words.data();
         readers(g, [&](const float* row, int q) {

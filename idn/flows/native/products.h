@@ -23,7 +23,8 @@ typedef float Unaligned __attribute__((vector_size(4 * LANES), aligned(4), may_a
 typedef int32_t I __attribute__((vector_size(4 * LANES)));
 
 int up(int n, int multiple) { return (n + multiple - 1) / multiple * multiple; }
-int row_length(int n) { return up(n, 32) + (up(n, 32) % 256 ? 32 : 64); }  // rows must not share their cache sets
+// The length of a row that holds n floats: an odd number of vectors, so that rows do not share their cache sets.
+int row_length(int n) { return up(n, LANES) + (up(n, LANES) / LANES % 2 ? 0 : LANES); }
 inline V load(const float* p) { return *(const Unaligned*)p; }
 inline void store(float* p, V x) { *(Unaligned*)p = x; }
 inline V all(float x) { return V{} + x; }

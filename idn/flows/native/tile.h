@@ -89,7 +89,7 @@ struct Tile {
         for (int i = 0; i < last; ++i) {
             const Layer& layer = g.layers[i];
             int width = layer.padded(), sum = up(layer.inputs, T::PER_WORD) / T::PER_WORD;
-            product<T>({features + layer.start, g.stride * BYTES, 4}, words[i].data(), width, sum, rows, width, made,
+            product<T>({features + layer.start, g.stride * BYTES, 4}, words[i].data(), row_length(width), sum, rows, width, made,
                        width, false);
             Number* entering = z + g.groups[i + 1].z;
             for (int r = 0; r < rows; ++r)
@@ -181,7 +181,7 @@ struct Tile {
             if (i == 0) break;
             const Group& group = g.groups[i];
             int width = up(group.width, LANES), sum = up(group.after_t - group.first_t, T::PER_WORD) / T::PER_WORD;
-            product<T>({t + group.first_t, g.t_stride * BYTES, 4}, words[i].data(), width, sum, rows, width, into,
+            product<T>({t + group.first_t, g.t_stride * BYTES, 4}, words[i].data(), row_length(width), sum, rows, width, into,
                        width, false);
             const Layer& before = g.layers[i - 1];
             auto through = group.phi.kind == CLIPSWISH ? &Tile::back<2> : &Tile::back<1>;
