@@ -111,7 +111,8 @@ def native_step(x: Tensor, branch: Branch) -> tuple[Tensor, Tensor] | None:
     if recipe is None or branch.precision not in (None, torch.bfloat16):
         return None
     tensors = recipe.tensors()
-    if any(t is not None and not _readable(t) for t in tensors):
+    # ZeRO 3 leaves parameters empty until their module is called.
+    if hasattr(tensors[1], "ds_id") or not all(t is None or _readable(t) for t in tensors):
         return None
     kernel, low = library(), branch.precision is not None
     if kernel is None or (low and not kernel.plane_low()):
@@ -121,8 +122,7 @@ def native_step(x: Tensor, branch: Branch) -> tuple[Tensor, Tensor] | None:
 
 
 def _readable(tensor: Tensor) -> bool:
-    """ZeRO 3 leaves parameters empty until their module is called."""
-    return tensor.dtype == torch.float32 and tensor.is_contiguous() and not hasattr(tensor, "ds_id")
+    return tensor.dtype == torch.float32 and tensor.is_contiguous()
 
 
 _recipes: WeakKeyDictionary[Branch, Recipe | None] = WeakKeyDictionary()
