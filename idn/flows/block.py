@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from idn.flows.branches import Branch
+from idn.flows.correction import corrector
 from idn.flows.draws import Draws
 from idn.flows.elementary import Layer
 from idn.flows.fuse import fused_or, is_fusing
@@ -38,4 +39,4 @@ class Block(Layer):
         g = self.branch()
         # The noise of low-precision products has no fixed point: the rounded weights are multiplied in y's precision.
         exact = g.inner.with_tensors(t.to(y.dtype) for t in g.inner.tensors()) if isinstance(g, InPrecision) else g
-        return fixed_point(exact.value, y)
+        return fixed_point(exact.value, y, corrector=lambda: corrector(exact, y))

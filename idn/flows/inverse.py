@@ -1,9 +1,12 @@
 """The inverse of x + g(x): the fixed point x = y - g(x), found by Anderson acceleration.
 
 Plain iteration gains a factor Lip(g) per step, which near 1 takes hundreds. Anderson's method combines the last few
-steps so that their residuals cancel as well as they can:
+steps so that they cancel as well as they can:
 
-    x <- sum_i a_i (x_i + r_i),    r_i = y - g(x_i) - x_i,    sum_i a_i = 1,    |sum_i a_i r_i| as small as can be.
+    x <- sum_i a_i (x_i + s_i),    sum_i a_i = 1,    |sum_i a_i s_i| as small as can be.
+
+A step s_i is the residual r_i = y - g(x_i) - x_i itself, or, where that gains slowly, what `correct` makes of it: an
+estimate of (I + J)^-1 r_i, see `correction.py`. Whether a sample has converged is read from r_i alone.
 
 Each sample stops by itself. A sample whose residual grows, or stays as it is for long, goes back to the best point it
 has seen and takes the plain step x + r from there, which shortens the residual by the factor Lip(g) < 1 at least: so
@@ -15,6 +18,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+Correct = Callable[[Tensor], Tensor]
 MEMORY = 6
 """Steps that are combined."""
 MOST_ITERATIONS = 2000
@@ -44,6 +48,8 @@ STALE = 4
 """Steps without a gain after which a sample within the tolerance is done."""
 PATIENCE = 20
 """Steps without a gain after which others go back, and take as many plain steps."""
+SLOW = 0.1
+"""The share of a residual's length that a plain step leaves, from which on steps are corrected."""
 WORTH_LEAVING = 0.75
 """Samples that are done leave when no more than this share would stay: what the others remember is copied then."""
 
@@ -53,8 +59,11 @@ def fixed_point(
     y: Tensor,
     tolerance: float | None = None,
     iterations: int = MOST_ITERATIONS,
+    corrector: Callable[[], Correct | None] = lambda: None,
 ) -> Tensor:
     """Solves x + g(x) = y for each row, to |x + g(x) - y| <= tolerance * (1 + |y|) in the largest entry.
+
+    Where plain steps gain slowly, `corrector` is asked for what makes better ones of residuals.
 
     >>> y = torch.tensor([[1.0], [-2.0]], dtype=torch.float64)
     >>> x = fixed_point(lambda x: 0.9 * torch.sin(x), y)
@@ -70,10 +79,15 @@ def fixed_point(
     stale, plainly = torch.zeros_like(active), torch.zeros_like(active)
     finished = torch.zeros_like(active, dtype=torch.bool)
     x, back, past = y, y, Past(y)
-    for _ in range(iterations):
-        residual = past.add(x, y - g(x.view(-1, *shape[1:])).flatten(1))
-        size, square = residual.abs().amax(1), past.square()
-        gained, back = square < 0.8 * mark, torch.where((square < best)[:, None], past.result(), back)
+    correct: Correct | None = None
+    for iteration in range(iterations):
+        moved = y - g(x.view(-1, *shape[1:])).flatten(1)
+        residual = moved - x
+        size, square = residual.abs().amax(1), torch.linalg.vecdot(residual, residual)
+        if iteration == 1 and bool((square > SLOW**2 * best).any()) and (correct := corrector()):
+            past.forget(torch.ones_like(finished))
+        past.add(x, correct(residual.view(-1, *shape[1:])).flatten(1) if correct else residual)
+        gained, back = square < 0.8 * mark, torch.where((square < best)[:, None], moved, back)
         mark, stale = torch.where(gained, square, mark), torch.where(gained, 0, stale + 1)
         done = (size <= GOAL * allowed) | ((size <= allowed) & (stale >= STALE))
         if (done & ~finished).any():
@@ -84,8 +98,8 @@ def fixed_point(
                 return found.view(shape)
             if left <= WORTH_LEAVING * len(finished):
                 keep = ~finished
-                active, y, allowed, best, mark, stale, plainly, square, back = (
-                    each[keep] for each in (active, y, allowed, best, mark, stale, plainly, square, back)
+                active, y, allowed, best, mark, stale, plainly, square, back, moved = (
+                    each[keep] for each in (active, y, allowed, best, mark, stale, plainly, square, back, moved)
                 )
                 finished = finished[keep]
                 past.keep(keep)
@@ -94,7 +108,7 @@ def fixed_point(
         best = torch.fmin(best, square)
         stale = stale.masked_fill(stuck, 0)
         plainly = torch.where(stuck, PATIENCE, plainly - 1)
-        x = torch.where((plainly > 0)[:, None], past.result(), past.step())
+        x = torch.where((plainly > 0)[:, None], moved, past.best())
         x = torch.where(lost[:, None], back, x)
         past.forget(lost)
     size_left = (y - g(x.view(-1, *shape[1:])).flatten(1) - x).abs().amax(1)
@@ -102,51 +116,45 @@ def fixed_point(
 
 
 class Past:
-    """The last few steps of each sample: residuals r_i, where plain steps lead, x_i + r_i, and the products r_i . r_j.
+    """The last few steps s_i of each sample, where they lead, x_i + s_i, and the products s_i . s_j.
 
     A step that is forgotten has zeros for its products, and takes no part.
     """
 
     def __init__(self, like: Tensor) -> None:
         n, d = like.shape
-        self.residuals, self.results = (like.new_zeros(n, MEMORY, d) for _ in range(2))
+        self.steps, self.results = (like.new_zeros(n, MEMORY, d) for _ in range(2))
         self.gram = like.new_zeros(n, MEMORY, MEMORY)
         self.slot = 0
 
     def keep(self, which: Tensor) -> None:
         """Go on with these samples only."""
-        self.residuals, self.results, self.gram = self.residuals[which], self.results[which], self.gram[which]
+        self.steps, self.results, self.gram = self.steps[which], self.results[which], self.gram[which]
 
-    def add(self, x: Tensor, result: Tensor) -> Tensor:
-        """The residual of x, from which a plain step leads to `result`."""
+    def add(self, x: Tensor, step: Tensor) -> None:
         self.slot = (self.slot + 1) % MEMORY
-        self.results[:, self.slot] = result
-        residual = torch.sub(result, x, out=self.residuals[:, self.slot])
-        products = (residual.unsqueeze(1) @ self.residuals.mT)[:, 0]
+        self.steps[:, self.slot] = step
+        torch.add(x, step, out=self.results[:, self.slot])
+        products = (step.unsqueeze(1) @ self.steps.mT)[:, 0]
+        # What was forgotten stays so.
+        products = products * (self.gram.diagonal(dim1=1, dim2=2) > 0).index_fill(
+            1, torch.tensor(self.slot, device=step.device), True
+        )
         self.gram[:, self.slot] = products
         self.gram[:, :, self.slot] = products
-        return residual
-
-    def square(self) -> Tensor:
-        """The last residual's length, squared."""
-        return self.gram[:, self.slot, self.slot].clone()
-
-    def result(self) -> Tensor:
-        """Where a plain step from the last point leads."""
-        return self.results[:, self.slot]
 
     def forget(self, which: Tensor) -> None:
         """All steps of these samples."""
         self.gram.masked_fill_(which[:, None, None], 0)
 
-    def step(self) -> Tensor:
-        """The best combination; the plain step where there is none."""
+    def best(self) -> Tensor:
+        """The best combination; where there is none, the last step's result."""
         limits = torch.finfo(self.gram.dtype)
         squares = self.gram.diagonal(dim1=1, dim2=2)
-        # Residuals shrink as x converges: made equally long, they are solved for equally well.
+        # Steps shorten as x converges: made equally long, they are solved for equally well.
         scale = torch.where(squares > limits.tiny, squares.clamp_min(limits.tiny).rsqrt(), 0)
         eye = torch.eye(MEMORY, dtype=scale.dtype, device=scale.device)
         gram = self.gram * scale[:, :, None] * scale[:, None] + limits.eps * eye
         weights = scale * torch.linalg.solve_ex(gram, scale[:, :, None]).result[:, :, 0]
         step = ((weights / weights.sum(1, keepdim=True)).unsqueeze(1) @ self.results)[:, 0]
-        return torch.where(torch.isfinite(step.sum(1, keepdim=True)), step, self.result())
+        return torch.where(torch.isfinite(step.sum(1, keepdim=True)), step, self.results[:, self.slot])
