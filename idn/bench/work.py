@@ -19,7 +19,7 @@ from idn.flows.elementary import FactorOut, Layer
 from idn.flows.files import load
 from idn.flows.flow import PRECISIONS, Flow
 from idn.flows.fuse import fuse
-from idn.flows.inverse import GOAL, default_tolerance, fixed_point
+from idn.flows.inverse import GOAL, default_tolerance
 from idn.flows.logdet import LogdetRule
 from idn.memory import forget_peak, keep_freed_memory, resident
 from idn.streams import stream
@@ -174,7 +174,7 @@ def sample(job: Job, flow: Flow) -> Callable[[int], None]:
         for layer in reversed(flow.chain):
             if isinstance(layer, Block) and job.ours:
                 # Ours goes on to a share of the tolerance it is given.
-                z = fixed_point(layer.branch().value, z, tolerance / GOAL)
+                z = layer.inverse(z, tolerance / GOAL)
             elif isinstance(layer, Block):
                 z = oracle.fixed_point(oracle.plain(layer.branch), z, tolerance)
             elif not isinstance(layer, FactorOut):

@@ -6,11 +6,10 @@ import torch
 from torch import Tensor
 
 from idn.flows.branches import Branch
-from idn.flows.correction import corrector
+from idn.flows.correction import Inverter
 from idn.flows.draws import Draws
 from idn.flows.elementary import Layer
 from idn.flows.fuse import fused_or, is_fusing
-from idn.flows.inverse import fixed_point
 from idn.flows.logdet import LogdetRule, block_logdet, exact_logdet, plane_step
 from idn.flows.maps import InPrecision
 from idn.flows.plane import native_step
@@ -26,6 +25,7 @@ class Block(Layer):
         self.branch = branch
         self.name = name
         self.recompute = False
+        self.inverter = Inverter()
 
     def forward(self, x: Tensor, draws: Draws, rule: LogdetRule, *_: Any) -> tuple[Tensor, Tensor]:
         if rule.rule == "exact" and x.shape[1:] == (2,) and torch.is_grad_enabled():
@@ -35,8 +35,11 @@ class Block(Layer):
             gx, logdet = block_logdet(self.branch(), x, draws, rule, self.recompute)
         return x + gx, logdet
 
-    def inverse(self, y: Tensor) -> Tensor:
+    def inverse(self, y: Tensor, tolerance: float | None = None) -> Tensor:
         g = self.branch()
         # The noise of low-precision products has no fixed point: the rounded weights are multiplied in y's precision.
         exact = g.inner.with_tensors(t.to(y.dtype) for t in g.inner.tensors()) if isinstance(g, InPrecision) else g
-        return fixed_point(exact.value, y, corrector=lambda: corrector(exact, y))
+        return self.inverter(exact, y, tolerance, self._version_of_weights())
+
+    def _version_of_weights(self) -> tuple[tuple[int, int], ...]:
+        return tuple((tensor.data_ptr(), tensor._version) for tensor in self.branch.parameters())

@@ -16,6 +16,7 @@ every sample converges, whatever combinations do.
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 Correct = Callable[[Tensor], Tensor]
@@ -48,6 +49,9 @@ STALE = 4
 """Steps without a gain after which a sample within the tolerance is done."""
 PATIENCE = 20
 """Steps without a gain after which others go back, and take as many plain steps."""
+ROUGH = 4
+NEAR = 0.1
+"""Low precision leads no further than about so close, in shares of the first residual, and is not asked more often."""
 SLOW = 0.1
 """The share of a residual's length that a plain step leaves, from which on steps are corrected."""
 WORTH_LEAVING = 0.75
@@ -59,11 +63,14 @@ def fixed_point(
     y: Tensor,
     tolerance: float | None = None,
     iterations: int = MOST_ITERATIONS,
+    start: Tensor | None = None,
+    rough: Callable[[Tensor], Tensor] | None = None,
     corrector: Callable[[], Correct | None] = lambda: None,
 ) -> Tensor:
     """Solves x + g(x) = y for each row, to |x + g(x) - y| <= tolerance * (1 + |y|) in the largest entry.
 
-    Where plain steps gain slowly, `corrector` is asked for what makes better ones of residuals.
+    It begins at `start` (y, if there is none), with `rough`, a g of low precision, as far as that leads. Where plain
+    steps gain slowly, `corrector` is asked for what makes better ones of residuals.
 
     >>> y = torch.tensor([[1.0], [-2.0]], dtype=torch.float64)
     >>> x = fixed_point(lambda x: 0.9 * torch.sin(x), y)
@@ -71,23 +78,34 @@ def fixed_point(
     True
     """
     tolerance = default_tolerance(y.dtype) if tolerance is None else tolerance
-    shape, y = y.shape, y.flatten(1)
+    layout = Layout(y)
+    y = layout.rows(y)
     found = y.clone()
     allowed = tolerance * (1 + y.abs().amax(1))
     active = torch.arange(len(y), device=y.device)
-    best = mark = torch.full_like(allowed, float("inf"))
+    best = mark = first = torch.full_like(allowed, float("inf"))
     stale, plainly = torch.zeros_like(active), torch.zeros_like(active)
     finished = torch.zeros_like(active, dtype=torch.bool)
-    x, back, past = y, y, Past(y)
-    correct: Correct | None = None
+    x = y if start is None else layout.rows(start)
+    back, past, correct = x, Past(y), None
     for iteration in range(iterations):
-        moved = y - g(x.view(-1, *shape[1:])).flatten(1)
+        moved = y - layout.rows((rough or g)(layout.samples(x)))
         residual = moved - x
-        size, square = residual.abs().amax(1), torch.linalg.vecdot(residual, residual)
-        if iteration == 1 and bool((square > SLOW**2 * best).any()) and (correct := corrector()):
+        square = torch.linalg.vecdot(residual, residual)
+        if iteration == 0:
+            first = square
+        elif iteration == 1 and bool((square > SLOW**2 * first).any()) and (correct := corrector()):
             past.forget(torch.ones_like(finished))
-        past.add(x, correct(residual.view(-1, *shape[1:])).flatten(1) if correct else residual)
-        gained, back = square < 0.8 * mark, torch.where((square < best)[:, None], moved, back)
+        if rough:
+            # Rough residuals are no measure for exact ones: nothing is judged by them.
+            if iteration == ROUGH or bool(square.sum() <= NEAR**2 * first.sum()):
+                rough = None
+            past.add(x, layout.rows(correct(layout.samples(residual))) if correct else residual)
+            x = back = past.best()
+            continue
+        size = residual.abs().amax(1)
+        gained, better = square < 0.8 * mark, square < best
+        back = moved if bool(better.all()) else torch.where(better[:, None], moved, back)
         mark, stale = torch.where(gained, square, mark), torch.where(gained, 0, stale + 1)
         done = (size <= GOAL * allowed) | ((size <= allowed) & (stale >= STALE))
         if (done & ~finished).any():
@@ -95,24 +113,43 @@ def fixed_point(
             finished = finished | done
             left = len(finished) - int(finished.sum())
             if not left:
-                return found.view(shape)
+                return layout.samples(found).contiguous()
             if left <= WORTH_LEAVING * len(finished):
                 keep = ~finished
-                active, y, allowed, best, mark, stale, plainly, square, back, moved = (
-                    each[keep] for each in (active, y, allowed, best, mark, stale, plainly, square, back, moved)
+                active, y, allowed, best, mark, stale, plainly, square, back, moved, x, residual = (
+                    each[keep]
+                    for each in (active, y, allowed, best, mark, stale, plainly, square, back, moved, x, residual)
                 )
                 finished = finished[keep]
                 past.keep(keep)
+        past.add(x, layout.rows(correct(layout.samples(residual))) if correct else residual)
         stuck = stale >= PATIENCE
         lost = stuck | ~(square < 4 * best)
         best = torch.fmin(best, square)
         stale = stale.masked_fill(stuck, 0)
         plainly = torch.where(stuck, PATIENCE, plainly - 1)
-        x = torch.where((plainly > 0)[:, None], moved, past.best())
-        x = torch.where(lost[:, None], back, x)
-        past.forget(lost)
-    size_left = (y - g(x.view(-1, *shape[1:])).flatten(1) - x).abs().amax(1)
+        x = past.best()
+        if bool((lost | (plainly > 0)).any()):
+            x = torch.where(lost[:, None], back, torch.where((plainly > 0)[:, None], moved, x))
+            past.forget(lost)
+    size_left = (y - layout.rows(g(layout.samples(x))) - x).abs().amax(1)
     raise NotInvertedError(active[~finished].tolist(), size_left[~finished].tolist(), tolerance, iterations)
+
+
+class Layout:
+    """Samples as rows of a matrix and back; images channels-last, as convolutions want them, so neither is a copy."""
+
+    def __init__(self, like: Tensor) -> None:
+        self.image, self.shape = like.dim() == 4, like.shape[1:]
+
+    def rows(self, samples: Tensor) -> Tensor:
+        return (samples.permute(0, 2, 3, 1) if self.image else samples).flatten(1)
+
+    def samples(self, rows: Tensor) -> Tensor:
+        if not self.image:
+            return rows.view(-1, *self.shape)
+        channels, height, width = self.shape
+        return rows.view(-1, height, width, channels).permute(0, 3, 1, 2)
 
 
 class Past:
@@ -136,10 +173,6 @@ class Past:
         self.steps[:, self.slot] = step
         torch.add(x, step, out=self.results[:, self.slot])
         products = (step.unsqueeze(1) @ self.steps.mT)[:, 0]
-        # What was forgotten stays so.
-        products = products * (self.gram.diagonal(dim1=1, dim2=2) > 0).index_fill(
-            1, torch.tensor(self.slot, device=step.device), True
-        )
         self.gram[:, self.slot] = products
         self.gram[:, :, self.slot] = products
 
@@ -156,5 +189,7 @@ class Past:
         eye = torch.eye(MEMORY, dtype=scale.dtype, device=scale.device)
         gram = self.gram * scale[:, :, None] * scale[:, None] + limits.eps * eye
         weights = scale * torch.linalg.solve_ex(gram, scale[:, :, None]).result[:, :, 0]
-        step = ((weights / weights.sum(1, keepdim=True)).unsqueeze(1) @ self.results)[:, 0]
-        return torch.where(torch.isfinite(step.sum(1, keepdim=True)), step, self.results[:, self.slot])
+        weights = weights / weights.sum(1, keepdim=True)
+        last = F.one_hot(torch.tensor(self.slot, device=scale.device), MEMORY).to(weights)
+        weights = torch.where(torch.isfinite(weights).all(1, keepdim=True), weights, last)
+        return (weights.unsqueeze(1) @ self.results)[:, 0]
