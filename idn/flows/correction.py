@@ -44,10 +44,10 @@ class Inverter:
         """The x with x + g(x) = y; `version` names the weights, and differs when they do."""
         low = torch.bfloat16 if y.dtype == torch.float32 and y.dim() == 4 else None
 
-        def corrector() -> Correct | None:
+        def corrector(x: Tensor) -> Correct | None:
             known = (version, y.shape[1:], y.dtype, y.device)
             if self.known != known:
-                self.known, self.fitted = known, fitted(g, y)
+                self.known, self.fitted = known, fitted(g, x)
             if self.fitted is None:
                 return None
             weight = channels_last(self.fitted.to(low or y.dtype))
@@ -59,13 +59,13 @@ class Inverter:
         )
 
 
-def fitted(g: Map, y: Tensor) -> Tensor | None:
-    """The weight of P, about (I + J)^-1 near y; None where there is no such convolution to be had cheaply."""
-    if y.dim() != 4:
+def fitted(g: Map, x: Tensor) -> Tensor | None:
+    """The weight of P, about (I + J)^-1 near the points x; None where there is no such convolution to be had cheaply."""
+    if x.dim() != 4:
         return None
-    channels, pixels = y.shape[1], y[0, 0].numel()
+    channels, pixels = x.shape[1], x[0, 0].numel()
     unknowns = channels * KERNEL**2
-    points = y[: max(FEWEST, -(-ENOUGH * unknowns // pixels))]
+    points = x[: max(FEWEST, -(-ENOUGH * unknowns // pixels))]
     if unknowns > MOST_UNKNOWNS or len(points) * pixels < unknowns:
         return None
     n = len(points)

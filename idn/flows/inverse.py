@@ -65,12 +65,12 @@ def fixed_point(
     iterations: int = MOST_ITERATIONS,
     start: Tensor | None = None,
     rough: Callable[[Tensor], Tensor] | None = None,
-    corrector: Callable[[], Correct | None] = lambda: None,
+    corrector: Callable[[Tensor], Correct | None] = lambda _: None,
 ) -> Tensor:
     """Solves x + g(x) = y for each row, to |x + g(x) - y| <= tolerance * (1 + |y|) in the largest entry.
 
     It begins at `start` (y, if there is none), with `rough`, a g of low precision, as far as that leads. Where plain
-    steps gain slowly, `corrector` is asked for what makes better ones of residuals.
+    steps gain slowly, `corrector` is asked, at the points reached, for what makes better ones of residuals.
 
     >>> y = torch.tensor([[1.0], [-2.0]], dtype=torch.float64)
     >>> x = fixed_point(lambda x: 0.9 * torch.sin(x), y)
@@ -94,7 +94,7 @@ def fixed_point(
         square = torch.linalg.vecdot(residual, residual)
         if iteration == 0:
             first = square
-        elif iteration == 1 and bool((square > SLOW**2 * first).any()) and (correct := corrector()):
+        elif iteration == 1 and bool((square > SLOW**2 * first).any()) and (correct := corrector(layout.samples(x))):
             past.forget(torch.ones_like(finished))
         if rough:
             # Rough residuals are no measure for exact ones: nothing is judged by them.
@@ -160,8 +160,9 @@ class Past:
 
     def __init__(self, like: Tensor) -> None:
         n, d = like.shape
-        self.steps, self.results = (like.new_zeros(n, MEMORY, d) for _ in range(2))
-        self.gram = like.new_zeros(n, MEMORY, MEMORY)
+        self.size = min(MEMORY, d + 1)
+        self.steps, self.results = (like.new_zeros(n, self.size, d) for _ in range(2))
+        self.gram = like.new_zeros(n, self.size, self.size)
         self.slot = 0
 
     def keep(self, which: Tensor) -> None:
@@ -169,7 +170,7 @@ class Past:
         self.steps, self.results, self.gram = self.steps[which], self.results[which], self.gram[which]
 
     def add(self, x: Tensor, step: Tensor) -> None:
-        self.slot = (self.slot + 1) % MEMORY
+        self.slot = (self.slot + 1) % self.size
         self.steps[:, self.slot] = step
         torch.add(x, step, out=self.results[:, self.slot])
         products = (step.unsqueeze(1) @ self.steps.mT)[:, 0]
@@ -186,10 +187,10 @@ class Past:
         squares = self.gram.diagonal(dim1=1, dim2=2)
         # Steps shorten as x converges: made equally long, they are solved for equally well.
         scale = torch.where(squares > limits.tiny, squares.clamp_min(limits.tiny).rsqrt(), 0)
-        eye = torch.eye(MEMORY, dtype=scale.dtype, device=scale.device)
+        eye = torch.eye(self.size, dtype=scale.dtype, device=scale.device)
         gram = self.gram * scale[:, :, None] * scale[:, None] + limits.eps * eye
         weights = scale * torch.linalg.solve_ex(gram, scale[:, :, None]).result[:, :, 0]
         weights = weights / weights.sum(1, keepdim=True)
-        last = F.one_hot(torch.tensor(self.slot, device=scale.device), MEMORY).to(weights)
+        last = F.one_hot(torch.tensor(self.slot, device=scale.device), self.size).to(weights)
         weights = torch.where(torch.isfinite(weights).all(1, keepdim=True), weights, last)
         return (weights.unsqueeze(1) @ self.results)[:, 0]
