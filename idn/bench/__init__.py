@@ -49,6 +49,9 @@ def bench(
     clock: Annotated[Literal["wall", "cpu"], tyro.conf.arg(help="cpu: processor time, on a shared machine")] = "wall",
     blocks: Annotated[int | None, tyro.conf.arg(help="blocks per scale of image flows, for a shorter run")] = None,
     flow: Annotated[Path | None, tyro.conf.arg(help="a trained flow to evaluate and to sample from")] = None,
+    batch: Annotated[
+        int | None, tyro.conf.arg(help="images or points at a time, instead of each row's own number")
+    ] = None,
 ) -> None:
     """Measures speed and memory of training, evaluation and sampling against plain automatic differentiation.
 
@@ -70,6 +73,7 @@ def bench(
     def settled(job: Job) -> Job:
         shorter = {"blocks": (blocks,) * 3} if blocks and job.dataset != "moons" else {}
         trained = str(flow) if flow and job.work in TRAINED else None
+        job = replace(job, batch=batch or job.batch)
         return replace(job, threads=threads, clock=clock, overrides=job.overrides | shorter, weights=trained)
 
     results = []

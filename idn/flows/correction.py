@@ -8,6 +8,7 @@ residuals.
 """
 
 from dataclasses import replace
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -32,6 +33,17 @@ RIDGE = 1e-3
 """Relative to the mean square of what enters, against fitting noise."""
 
 
+@cache
+def quick_in_bf16(device: str) -> bool:
+    """Whether the machine has products of its own for bf16."""
+    if device == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    if device != "cpu" or not hasattr(torch.cpu, "get_capabilities"):
+        return False
+    has = torch.cpu.get_capabilities()
+    return any(has.get(name) for name in ("avx512_bf16", "amx_bf16", "arm_bf16"))
+
+
 class Inverter:
     """Inverts x + g(x) for one branch, and keeps what it has fitted as long as the weights stay."""
 
@@ -42,7 +54,7 @@ class Inverter:
     @torch.no_grad()
     def __call__(self, g: Map, y: Tensor, tolerance: float | None, version: object) -> Tensor:
         """The x with x + g(x) = y; `version` names the weights, and differs when they do."""
-        low = torch.bfloat16 if y.dtype == torch.float32 and y.dim() == 4 else None
+        low = torch.bfloat16 if y.dtype == torch.float32 and y.dim() == 4 and quick_in_bf16(y.device.type) else None
 
         def corrector(x: Tensor) -> Correct | None:
             known = (version, y.shape[1:], y.dtype, y.device)
@@ -60,7 +72,7 @@ class Inverter:
 
 
 def fitted(g: Map, x: Tensor) -> Tensor | None:
-    """The weight of P, about (I + J)^-1 near the points x; None where there is no such convolution to be had cheaply."""
+    """The weight of P, about (I + J)^-1 near the points x; None where a fit would cost too much."""
     if x.dim() != 4:
         return None
     channels, pixels = x.shape[1], x[0, 0].numel()

@@ -1,0 +1,99 @@
+"""What makes the inverse quick: folded evaluation, corrected steps, few dimensions; and that none of it is trusted."""
+
+import pytest
+import torch
+
+from idn.flows.correction import Inverter, fitted, narrow_start
+from idn.flows.evaluation import evaluator
+from idn.flows.inverse import fixed_point
+from idn.streams import stream
+from tests.flows.helpers import small_image_flow, small_toy_flow
+
+FLOWS = {
+    "toy": lambda: small_toy_flow("idensenet-lc", dtype=torch.float64),
+    "toy residual": lambda: small_toy_flow("residual", dtype=torch.float64),
+    "dense": lambda: small_image_flow("idensenet-lc", dtype=torch.float64),
+    "residual": lambda: small_image_flow("residual", dtype=torch.float64),
+    "clipswish": lambda: small_image_flow("residual", activation="clipswish", dtype=torch.float64),
+    "dense clipswish": lambda: small_image_flow("idensenet-lc", activation="clipswish", dtype=torch.float64),
+    "relu": lambda: small_image_flow("idensenet", activation="relu", dtype=torch.float64),
+}
+
+
+def strong_rotation(x: torch.Tensor) -> torch.Tensor:
+    """Contracts by 0.9 a step, and differs little from a linear map."""
+    return 0.9 * torch.stack([x[:, 1], -x[:, 0]], 1) + 0.01 * torch.sin(x)
+
+
+def counted(g):
+    calls: list[int] = []
+
+    def call(x):
+        calls.append(len(x))
+        return g(x)
+
+    return call, calls
+
+
+@pytest.mark.parametrize("name", FLOWS)
+def test_folded_evaluation_is_the_value(name):
+    for block in FLOWS[name]().blocks:
+        g, layer = block.branch(), next(block.branch.spectral_layers())
+        shape = (3, *layer.v.shape[1:2]) if layer.padding is None else (3, layer.weight.shape[1], *layer.v.shape[2:])
+        if name.endswith("clipswish") and type(next(iter(block.branch.parts))).__name__ == "CLipSwishActivation":
+            shape = (shape[0], shape[1] // 2, *shape[2:])
+        x = torch.randn(shape, generator=stream(0, "x"), dtype=torch.float64)
+        torch.testing.assert_close(evaluator(g)(x), g.value(x))
+        torch.testing.assert_close(evaluator(g, torch.bfloat16)(x), g.value(x), atol=0.05, rtol=0.05)
+
+
+def test_corrected_steps_need_fewer_evaluations():
+    y = torch.randn(50, 2, generator=stream(0, "y"), dtype=torch.float64)
+    turn = torch.linalg.inv(torch.eye(2) + 0.9 * torch.tensor([[0.0, 1.0], [-1.0, 0.0]])).double()
+    g, plain_calls = counted(strong_rotation)
+    plain = fixed_point(g, y)
+    g, calls = counted(strong_rotation)
+    torch.testing.assert_close(fixed_point(g, y, corrector=lambda _: lambda r: r @ turn.T), plain)
+    assert sum(calls) < sum(plain_calls)
+
+
+@pytest.mark.parametrize("wrong", [lambda r: -r, lambda r: 30 * r, lambda r: r * float("nan")])
+def test_wrong_corrections_are_survived(wrong):
+    y = torch.randn(50, 2, generator=stream(0, "y"), dtype=torch.float64)
+    x = fixed_point(strong_rotation, y, corrector=lambda _: wrong)
+    assert (x + strong_rotation(x) - y).abs().max() < 1e-12 * (1 + y.abs().max())
+
+
+def test_a_rough_beginning_is_not_believed():
+    """The rough branch has another fixed point; the exact one is found."""
+    y = torch.randn(50, 2, generator=stream(0, "y"), dtype=torch.float64)
+    x = fixed_point(strong_rotation, y, rough=lambda x: strong_rotation(x) + 0.02)
+    assert (x + strong_rotation(x) - y).abs().max() < 1e-12 * (1 + y.abs().max())
+
+
+def test_a_fitted_convolution_undoes_most_of_a_block():
+    g = small_image_flow("idensenet-lc", dtype=torch.float64).blocks[0].branch()
+    channels = g.maps[-1].last.weight.shape[0]
+    x, v = (torch.randn(64, channels, 8, 8, generator=stream(0, name), dtype=torch.float64) for name in "xv")
+    weight = fitted(g, x)
+    image = v + g.tangents(torch.cat([x, v]), 64)[64:]
+    undone = torch.nn.functional.conv2d(image, weight, padding=1)
+    assert (undone - v).norm() < 0.5 * (image - v).norm()
+
+
+def test_corrections_are_fitted_anew_when_weights_change():
+    block = small_image_flow("idensenet-lc", dtype=torch.float64).blocks[0]
+    before = block._version_of_weights()
+    with torch.no_grad():
+        next(block.branch.parameters()).mul_(0.5)
+    assert block._version_of_weights() != before
+
+
+@torch.no_grad()
+def test_a_narrow_branch_is_solved_in_few_dimensions():
+    g = small_image_flow("idensenet-lc", dtype=torch.float64, fc_stem=4).blocks[-1].branch()
+    y = torch.randn(5, g.maps[0].weight.shape[1], generator=stream(0, "y"), dtype=torch.float64)
+    x = narrow_start(g, y, None)
+    assert x is not None
+    torch.testing.assert_close(x + g.value(x), y)
+    torch.testing.assert_close(Inverter()(g, y, None, 0), x)
