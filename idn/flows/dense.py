@@ -125,6 +125,7 @@ class DenseNet(Map):
             return total
 
         def back(grad: Tensor) -> tuple[Tensor, Gradients]:
+            *readers, last = self.readers()  # again: kept, their weights would take as much as all parameters
             made = kept or self._make(rows, n, readers, last.width, entered)
             features, backs = made.features, made.backs
             del made  # and with it the pulls, which hold slopes

@@ -196,11 +196,15 @@ class _Series(torch.autograd.Function):
         per_tangent = (into_logdet / ctx.probes).view(-1, *[1] * (into_points.dim() - 1))
         into_x: list[Tensor] = []
         sums: Gradients = []
-        for part, w, back in ctx.parts:
+        if not ctx.parts:
+            raise RuntimeError("the gradients of this batch have been taken already, and what they need is freed")
+        while ctx.parts:  # the graph may outlive its gradients, so each part goes as soon as it is used
+            part, w, back = ctx.parts.pop(0)
             n = len(into_points[part])
             into_rows, found = back()(torch.cat([into_points[part], per_point(w, per_tangent[part])]))
             into_x.append(into_rows[:n])
             sums = [total.add_(one) for total, one in zip(sums, found, strict=True)] if sums else found
+            del w, back, into_rows, found
         return (None, torch.cat(into_x), None, None, None, *sums)
 
 
