@@ -32,7 +32,7 @@ class Block(Layer):
             native = native_step(x, self.branch) if is_fusing() else None
             gx, logdet = native or _plane_step(x, self.branch)
         else:
-            gx, logdet = block_logdet(self.branch(), x, draws, rule, self.recompute)
+            gx, logdet = block_logdet(self.branch(), x, draws, rule, self.recompute, again=self.branch)
         return x + gx, logdet
 
     def inverse(self, y: Tensor, tolerance: float | None = None) -> Tensor:

@@ -13,7 +13,6 @@ import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -32,7 +31,7 @@ CHECKED = 5
 """Terms before the first look at what is left."""
 PARTS = 4
 """Pieces in which a batch is recomputed on a GPU."""
-PIXELS = 8192
+PIXELS = 4096
 """Pixels of a piece on a CPU."""
 
 
@@ -99,23 +98,28 @@ class LogdetRule:
         ]
 
 
-def block_logdet(g: Map, x: Tensor, draws: Draws, rule: LogdetRule, recompute: bool = False) -> tuple[Tensor, Tensor]:
-    """g(x) and log det(I + J_g(x)) per sample, both differentiable."""
+def block_logdet(
+    g: Map, x: Tensor, draws: Draws, rule: LogdetRule, recompute: bool = False, again: Callable[[], Map] | None = None
+) -> tuple[Tensor, Tensor]:
+    """g(x) and log det(I + J_g(x)) per sample, both differentiable.
+
+    Recomputing, `again` may make g anew in the backward pass, so that its normalised weights are not kept either.
+    """
     if rule.rule == "exact":
         return exact_logdet(g, x)
     if rule.rule == "trace":
         return trace_logdet(g, x, rule.terms)
     coefficients = rule.coefficients(draws)
     v = channels_last(torch.cat([draws.normal(x) for _ in range(rule.probes)]))
-    return series_logdet(g, channels_last(x), v, coefficients, recompute)
+    return series_logdet(g, channels_last(x), v, coefficients, (again or (lambda: g)) if recompute else None)
 
 
 def series_logdet(
-    g: Map, x: Tensor, v: Tensor, coefficients: list[float], recompute: bool = False
+    g: Map, x: Tensor, v: Tensor, coefficients: list[float], again: Callable[[], Map] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The series with probes v and coefficients c_k; its gradient by the Neumann series."""
+    """The series with probes v and coefficients c_k; its gradient by the Neumann series. `again`: recompute with it."""
     if torch.is_grad_enabled():
-        gx, logdet = _Series.apply(g, x, v, coefficients, recompute, *g.tensors())
+        gx, logdet = _Series.apply(g, x, v, coefficients, again, *g.tensors())
         return gx, logdet
     gx, pull, _ = g.run(x, len(x))
     return gx, series_value(pull, v, coefficients, len(x))
@@ -165,27 +169,33 @@ class _Series(torch.autograd.Function):
     """g(x) and its log-det as one node of the graph, the gradient of w^T J v with it.
 
     The batch is taken in parts, one after the other, since what a pass makes on the way is many times larger than what
-    it needs or leaves. Recomputing, only x, v and w are kept, and the backward pass makes the activations again.
+    it needs or leaves. Recomputing, only x, v and w are kept, and the backward pass makes the activations again with
+    the map that `again` gives.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, g: Map, x: Tensor, v: Tensor, coefficients: list[float], recompute: bool, *tensors: Tensor
+        ctx: Any,
+        g: Map,
+        x: Tensor,
+        v: Tensor,
+        coefficients: list[float],
+        again: Callable[[], Map] | None,
+        *tensors: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        points, values, ctx.parts, ctx.probes = [], [], [], len(v) // len(x)
-        for part in parts(x, recompute):
+        points, values, ctx.parts, ctx.probes, ctx.again = [], [], [], len(v) // len(x), again
+        for part in parts(x, again is not None):
             x_part, v_part = x[part], v.unflatten(0, (-1, len(x)))[:, part].flatten(0, 1)
-            n = len(x_part)
-            run = partial(g.run, torch.cat([x_part, v_part]), n)
-            if recompute:
+            n, rows = len(x_part), torch.cat([x_part, v_part])
+            if again is not None:
                 gx, pull, _ = g.run(x_part, n)
                 value, w = power_series(pull, v_part, None, coefficients, n)
-                ctx.parts.append((part, w, lambda run=run: run().back))
+                ctx.parts.append((part, w, rows))
             else:
-                rows, pull, back = run()
-                gx = rows[:n]
-                value, w = power_series(pull, v_part, rows[n:], coefficients, n)
-                ctx.parts.append((part, w, lambda back=back: back))
+                out, pull, back = g.run(rows, n)
+                gx = out[:n]
+                value, w = power_series(pull, v_part, out[n:], coefficients, n)
+                ctx.parts.append((part, w, back))
             points.append(gx)
             values.append(value)
         return torch.cat(points), torch.cat(values)
@@ -198,20 +208,23 @@ class _Series(torch.autograd.Function):
         sums: Gradients = []
         if not ctx.parts:
             raise RuntimeError("the gradients of this batch have been taken already, and what they need is freed")
+        g = ctx.again() if ctx.again else None
         while ctx.parts:  # the graph may outlive its gradients, so each part goes as soon as it is used
-            part, w, back = ctx.parts.pop(0)
+            part, w, kept = ctx.parts.pop(0)
             n = len(into_points[part])
-            into_rows, found = back()(torch.cat([into_points[part], per_point(w, per_tangent[part])]))
+            back = kept if g is None else g.run(kept, n).back
+            into_rows, found = back(torch.cat([into_points[part], per_point(w, per_tangent[part])]))
             into_x.append(into_rows[:n])
             sums = [total.add_(one) for total, one in zip(sums, found, strict=True)] if sums else found
-            del w, back, into_rows, found
+            del w, kept, back, into_rows, found
+        ctx.again = None
         return (None, torch.cat(into_x), None, None, None, *sums)
 
 
 def parts(x: Tensor, recompute: bool) -> list[slice]:
     """A batch in pieces. A CPU is as fast on some thousand pixels; a GPU gets smaller ones only to save memory."""
     if x.device.type == "cpu":
-        size = max(1, PIXELS // (math.prod(x.shape[2:]) * (2 if recompute else 1)))
+        size = max(1, PIXELS // math.prod(x.shape[2:]))
     else:
         size = math.ceil(len(x) / PARTS) if recompute else len(x)
     return [slice(start, start + size) for start in range(0, len(x), size)]
