@@ -207,17 +207,19 @@ class _Series(torch.autograd.Function):
         into_x: list[Tensor] = []
         sums: Gradients = []
         if not ctx.parts:
-            raise RuntimeError("the gradients of this batch have been taken already, and what they need is freed")
+            raise RuntimeError("gradients were taken without retain_graph before, and what they need is freed")
         g = ctx.again() if ctx.again else None
-        while ctx.parts:  # the graph may outlive its gradients, so each part goes as soon as it is used
-            part, w, kept = ctx.parts.pop(0)
+        left = ctx.parts
+        if torch._C._autograd._get_current_graph_task_keep_graph():  # retain_graph
+            left = list(left)
+        while left:  # the graph may outlive its gradients, so each part goes as soon as it is used
+            part, w, kept = left.pop(0)
             n = len(into_points[part])
             back = kept if g is None else g.run(kept, n).back
             into_rows, found = back(torch.cat([into_points[part], per_point(w, per_tangent[part])]))
             into_x.append(into_rows[:n])
             sums = [total.add_(one) for total, one in zip(sums, found, strict=True)] if sums else found
             del w, kept, back, into_rows, found
-        ctx.again = None
         return (None, torch.cat(into_x), None, None, None, *sums)
 
 
