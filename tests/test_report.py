@@ -11,8 +11,8 @@ from PIL import Image
 
 from idn.cli import main
 from idn.report.paper import DATASETS, TABLE_1
-from idn.report.results import read_result
-from idn.report.tables import Cell, orders
+from idn.report.results import read_result, read_results
+from idn.report.tables import Cell, orders, table_1
 from idn.train.commands import parse
 from idn.train.config import TrainConfig
 from idn.train.presets import preset
@@ -147,6 +147,17 @@ def test_table_1_has_the_paper_and_ours(results):
         "unknown",
         "unknown",
     ]
+
+
+def test_low_precision_stands_in_where_nothing_else_was_run(run, tmp_path):
+    for model, value in (("idensenet", 3.612), ("residual", 3.9)):
+        config = preset("checkerboard", model)
+        low = replace(config, engine=replace(config.engine, precision="bf16"))
+        copy_of(run, tmp_path, with_options(low, f"{model}-bf16"), value)
+    copy_of(run, tmp_path, preset("checkerboard", "residual"), 3.95)
+    rows = {(row[0], row[1]): row[3] for row in table_1(read_results(tmp_path)).rows}
+    assert re.fullmatch(r"\*\*3\.612\s±\s0\.\d{3}\*\* \(bf16\)", rows["i-DenseNet", "ours, paper's settings"])
+    assert re.fullmatch(r"3\.950\s±\s0\.\d{3}", rows["Residual Flow", "ours, paper's settings"])
 
 
 def test_seeds_are_averaged_and_the_order_is_judged(results):

@@ -18,6 +18,8 @@ from idn.train.config import TrainConfig
 from idn.train.presets import preset
 
 NOT_RUN = "not run"
+LOW = "--precision bf16"
+"""Not a setting of the paper: such runs stand for those with its settings where there are no others, and say so."""
 TRAIN_IMAGES = {"mnist": 60_000, "cifar10": 50_000}
 HELD_OUT = 0.1
 """Share of them that the split named train leaves for validation."""
@@ -45,6 +47,10 @@ class Cell:
         tests = [float(run.test["standard_error"]) for run in self.runs if run.test]
         return tests[0] if tests else 0.0
 
+    @property
+    def is_low(self) -> bool:
+        return any(run.variant == LOW for run in self.runs)
+
     def text(self, goal: float | None = None) -> str:
         """The number, bold if it is at or below `goal`; for a run under way, how far it is."""
         if self.mean is None:
@@ -54,13 +60,15 @@ class Cell:
             return f"at step {furthest.step:,}" + (f" of {furthest.steps:,}" if furthest.steps else "")
         number = f"{self.mean:.3f}\u00a0±\u00a0{self.spread:.3f}"
         seeds = f" ({len(self.values)} seeds)" if len(self.values) > 1 else ""
+        seeds += " (bf16)" if self.is_low else ""
         # Compared at the two decimals that the paper prints.
         return (f"**{number}**" if goal is not None and round(self.mean, 2) <= goal else number) + seeds
 
 
 def cell(results: Sequence[Result], dataset: str, model: str, size: str, variant: str) -> Cell:
-    wanted = (dataset, model, size, variant)
-    return Cell([run for run in results if (*identity(run)[:3], run.variant) == wanted])
+    own = [run for run in results if identity(run) == (dataset, model, size)]
+    exact = [run for run in own if run.variant == variant]
+    return Cell(exact if exact or variant else [run for run in own if run.variant == LOW])
 
 
 def identity(run: Result) -> tuple[str, str, str]:
@@ -74,7 +82,7 @@ def variants(results: Sequence[Result], model: str, size: str, datasets: Sequenc
         for run in results
         if run.config.model == model and run.config.size == size and run.config.dataset in datasets
     }
-    return sorted(found - {""})
+    return sorted(found - {"", LOW})
 
 
 def table_1(results: Sequence[Result]) -> Table:
@@ -99,7 +107,7 @@ def table_1(results: Sequence[Result]) -> Table:
     caption = (
         "Negative log-likelihood on test data: nats for toy data, bits per dimension for images; lower is better. "
         "± is the standard error of the test, or the standard deviation between seeds. "
-        "Bold: at or below the paper's number, at its two decimals."
+        "Bold: at or below the paper's number, at its two decimals. (bf16): products in bf16, all else the same."
     )
     return Table(["model", "numbers of", *DATASETS.values()], rows, caption)
 
@@ -111,7 +119,7 @@ def size_table(results: Sequence[Result], size: str) -> Table | None:
     if not own:
         return None
     rows = []
-    labels = sorted({run.variant for run in own})
+    labels = sorted({"" if run.variant == LOW else run.variant for run in own})
     for variant in labels:
         for model in MODELS:
             cells = [cell(own, name, model, size, variant) for name in datasets]
@@ -132,7 +140,7 @@ def place(run: Result) -> tuple[int, str]:
 def orders(results: Sequence[Result]) -> list[str]:
     """For every dataset and setting under which all three models ran: does the paper's order hold?"""
     lines = []
-    settings = sorted({(*place(run), run.config.size, run.variant) for run in results})
+    settings = sorted({(*place(run), run.config.size, "" if run.variant == LOW else run.variant) for run in results})
     for _, dataset, size, variant in settings:
         cells = {model: cell(results, dataset, model, size, variant) for model in MODELS}
         means = {model: one.mean for model, one in cells.items()}
