@@ -45,7 +45,8 @@ ROWS = (
     Row("residual-bf16", "... bf16, against fp32", *train("cifar10", "residual", "bf16"), 5.0, rounds=2),
     Row("mnist", "MNIST i-DenseNet+LC, training step, fp32", *train("mnist", "idensenet-lc"), 1.4),
     Row("mnist-bf16", "... bf16, against fp32", *train("mnist", "idensenet-lc", "bf16"), 3.0, rounds=2),
-    Row("toy", "toy i-DenseNet+LC, iteration", TOY, TOY_PLAIN, 8.0, rounds=30),
+    Row("toy", "toy i-DenseNet+LC, iteration, fp32", TOY, TOY_PLAIN, 8.0, rounds=30),
+    Row("toy-bf16", "... bf16, against fp32", replace(TOY, precision="bf16"), TOY_PLAIN, 8.0, rounds=30),
     Row("memory", "CIFAR10 i-DenseNet+LC, peak memory", DENSE, DENSE_PLAIN, 2.0, rounds=2, measure="memory"),
     Row(
         "memory-recompute",

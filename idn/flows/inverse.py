@@ -14,6 +14,8 @@ every sample converges, whatever combinations do.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Self
 
 import torch
 import torch.nn.functional as F
@@ -79,61 +81,98 @@ def fixed_point(
     """
     tolerance = default_tolerance(y.dtype) if tolerance is None else tolerance
     layout = Layout(y)
-    y = layout.rows(y)
-    found = y.clone()
-    allowed = tolerance * (1 + y.abs().amax(1))
-    active = torch.arange(len(y), device=y.device)
-    best = mark = first = torch.full_like(allowed, float("inf"))
-    stale, plainly = torch.zeros_like(active), torch.zeros_like(active)
-    finished = torch.zeros_like(active, dtype=torch.bool)
-    x = y if start is None else layout.rows(start)
-    back, past, correct = x, Past(y), None
+    search = Search.of(layout.rows(y), tolerance)
+    found = search.y.clone()
+    x = search.y if start is None else layout.rows(start)
+    past, correct = Past(x), None
     for iteration in range(iterations):
-        moved = y - layout.rows((rough or g)(layout.samples(x)))
+        moved = search.y - layout.rows((rough or g)(layout.samples(x)))
         residual = moved - x
         square = torch.linalg.vecdot(residual, residual)
         if iteration == 0:
             first = square
         elif iteration == 1 and bool((square > SLOW**2 * first).any()) and (correct := corrector(layout.samples(x))):
-            past.forget(torch.ones_like(finished))
+            past.forget(torch.ones_like(search.finished))
+        step = layout.rows(correct(layout.samples(residual))) if correct else residual
         if rough:
             # Rough residuals are no measure for exact ones: nothing is judged by them.
             if iteration == ROUGH or bool(square.sum() <= NEAR**2 * first.sum()):
                 rough = None
-            past.add(x, layout.rows(correct(layout.samples(residual))) if correct else residual)
-            x = back = past.best()
+            past.add(x, step)
+            x = past.best()
             continue
-        size = residual.abs().amax(1)
-        gained, better = square < 0.8 * mark, square < best
-        back = moved if bool(better.all()) else torch.where(better[:, None], moved, back)
-        mark, stale = torch.where(gained, square, mark), torch.where(gained, 0, stale + 1)
-        done = (size <= GOAL * allowed) | ((size <= allowed) & (stale >= STALE))
-        if (done & ~finished).any():
-            found[active[done & ~finished]] = x[done & ~finished]
-            finished = finished | done
-            left = len(finished) - int(finished.sum())
+        done = search.judge(moved, square, residual.abs().amax(1))
+        if bool(done.any()):
+            found[search.index[done]] = x[done]
+            left = len(done) - int(search.finished.sum())
             if not left:
                 return layout.samples(found).contiguous()
-            if left <= WORTH_LEAVING * len(finished):
-                keep = ~finished
-                active, y, allowed, best, mark, stale, plainly, square, back, moved, x, residual = (
-                    each[keep]
-                    for each in (active, y, allowed, best, mark, stale, plainly, square, back, moved, x, residual)
-                )
-                finished = finished[keep]
+            if left <= WORTH_LEAVING * len(done):
+                keep = ~search.finished
+                x, moved, square, step = (each[keep] for each in (x, moved, square, step))
+                search.keep(keep)
                 past.keep(keep)
-        past.add(x, layout.rows(correct(layout.samples(residual))) if correct else residual)
-        stuck = stale >= PATIENCE
-        lost = stuck | ~(square < 4 * best)
-        best = torch.fmin(best, square)
-        stale = stale.masked_fill(stuck, 0)
-        plainly = torch.where(stuck, PATIENCE, plainly - 1)
+        past.add(x, step)
+        lost, plain = search.astray(square)
         x = past.best()
-        if bool((lost | (plainly > 0)).any()):
-            x = torch.where(lost[:, None], back, torch.where((plainly > 0)[:, None], moved, x))
+        if bool((lost | plain).any()):
+            x = torch.where(lost[:, None], search.back, torch.where(plain[:, None], moved, x))
             past.forget(lost)
-    size_left = (y - layout.rows(g(layout.samples(x))) - x).abs().amax(1)
-    raise NotInvertedError(active[~finished].tolist(), size_left[~finished].tolist(), tolerance, iterations)
+    size = (search.y - layout.rows(g(layout.samples(x))) - x).abs().amax(1)
+    left_over = ~search.finished
+    raise NotInvertedError(search.index[left_over].tolist(), size[left_over].tolist(), tolerance, iterations)
+
+
+@dataclass
+class Search:
+    """How far each sample is, of those that are still searched for."""
+
+    index: Tensor
+    """Its place in the batch."""
+    y: Tensor
+    allowed: Tensor
+    """The largest entry that its residual may have."""
+    back: Tensor
+    """Where a plain step leads from the best point it has seen."""
+    best: Tensor
+    """The square of that point's residual."""
+    mark: Tensor
+    """The square that the next gain is measured against."""
+    stale: Tensor
+    """Steps since the last gain."""
+    plainly: Tensor
+    """Plain steps that it is to take yet."""
+    finished: Tensor
+
+    @classmethod
+    def of(cls, y: Tensor, tolerance: float) -> Self:
+        allowed, index = tolerance * (1 + y.abs().amax(1)), torch.arange(len(y), device=y.device)
+        far, none = torch.full_like(allowed, float("inf")), torch.zeros_like(index)
+        return cls(index, y, allowed, y, far, far, none, none, torch.zeros_like(index, dtype=torch.bool))
+
+    def keep(self, which: Tensor) -> None:
+        """Go on with these samples only."""
+        for field in fields(self):
+            setattr(self, field.name, getattr(self, field.name)[which])
+
+    def judge(self, moved: Tensor, square: Tensor, size: Tensor) -> Tensor:
+        """Which samples have just come to their end, from the length of the residual and its largest entry."""
+        gained, better = square < 0.8 * self.mark, square < self.best
+        self.back = moved if bool(better.all()) else torch.where(better[:, None], moved, self.back)
+        self.mark, self.stale = torch.where(gained, square, self.mark), torch.where(gained, 0, self.stale + 1)
+        done = (size <= GOAL * self.allowed) | ((size <= self.allowed) & (self.stale >= STALE))
+        new = done & ~self.finished
+        self.finished = self.finished | done
+        return new
+
+    def astray(self, square: Tensor) -> tuple[Tensor, Tensor]:
+        """Which samples go back to their best point, and which take a plain step."""
+        stuck = self.stale >= PATIENCE
+        lost = stuck | ~(square < 4 * self.best)
+        self.best = torch.fmin(self.best, square)
+        self.stale = self.stale.masked_fill(stuck, 0)
+        self.plainly = torch.where(stuck, PATIENCE, self.plainly - 1)
+        return lost, self.plainly > 0
 
 
 class Layout:
