@@ -74,6 +74,8 @@ class SpectralLayer(nn.Module):
         size = () if kernel is None else (1, 1) if kernel == 1 else image_size
         self.register_buffer("v", unit(torch.randn(1, inputs, *size, generator=generator)))
         self.register_buffer("u", torch.zeros(1, outputs, *size))
+        # A small matrix, whose norm is proven at every step, needs no vectors but these two.
+        self.small = not self.spatial and is_small(self.weight)
         if self.spatial:
             self.register_buffer("others", first_channels(self.weight.detach()))
             self.register_buffer("climb", torch.zeros_like(self.v))
@@ -126,11 +128,6 @@ class SpectralLayer(nn.Module):
     def spatial(self) -> bool:
         """Whether the weight mixes several pixels."""
         return self.v[0, 0].numel() > 1
-
-    @property
-    def small(self) -> bool:
-        """Whether the weight is a matrix whose norm is proven at every step: it needs no vectors but u and v."""
-        return not self.spatial and is_small(self.weight)
 
 
 class _Normalised(torch.autograd.Function):
