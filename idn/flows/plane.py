@@ -188,6 +188,7 @@ def _compiled() -> Path:
     compiler = os.environ.get("CXX") or "g++"
     sources = [file.read_text() for file in sorted(SOURCES.iterdir()) if file.suffix in (".cpp", ".h")]
     key = "\n".join([*sources, *FLAGS, compiler, _processor()])
+    # The folder of `idn/data/cache.py`, which flows do not import.
     folder = Path(os.environ.get("IDN_CACHE") or Path.home() / ".cache" / "idn") / "native"
     file = folder / f"plane-{hashlib.sha256(key.encode()).hexdigest()[:24]}.so"
     if not file.exists():
