@@ -6,15 +6,8 @@ numbers by single operations takes torch as long as the products. CPUs only; wha
 """
 
 import ctypes
-import hashlib
-import logging
-import os
-import platform
-import subprocess
-import tempfile
 from collections.abc import Sequence
 from functools import cache
-from pathlib import Path
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -24,10 +17,9 @@ from torch.autograd.function import once_differentiable
 
 from idn.flows.activations import CLIPSWISH_SLOPE, LIPSWISH_SLOPE, CLipSwishActivation, LipSwishActivation
 from idn.flows.branches import Branch, Concatenation, DenseLayer
+from idn.flows.kernels import kernel_library
 from idn.flows.layers import SpectralLayer
 
-SOURCES = Path(__file__).with_name("native")
-FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fopenmp", "-fPIC", "-w")
 WIDEST = 4096
 """Features of a branch in all: a tile of points must stay in the cache."""
 KINDS: dict[type[nn.Module], tuple[int, float]] = {
@@ -172,43 +164,8 @@ def _addresses(tensors: Sequence[Tensor | None]) -> ctypes.Array[ctypes.c_void_p
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """The compiled kernel, or None, with a warning, where it cannot be had."""
-    try:
-        kernel = ctypes.CDLL(str(_compiled()))
-    except (OSError, subprocess.CalledProcessError) as error:
-        reason = error.stderr.strip().splitlines() if isinstance(error, subprocess.CalledProcessError) else [str(error)]
-        logging.getLogger(__name__).warning("the kernel of plane blocks is not compiled: %s", (reason or [error])[0])
-        return None
-    kernel.plane_kept.restype = ctypes.c_int64
+    """The compiled kernel, or None where it cannot be had."""
+    kernel = kernel_library("plane")
+    if kernel is not None:
+        kernel.plane_kept.restype = ctypes.c_int64
     return kernel
-
-
-def _compiled() -> Path:
-    """The library's file. Its name tells source, flags and machine apart, so that many may share the folder."""
-    compiler = os.environ.get("CXX") or "g++"
-    sources = [file.read_text() for file in sorted(SOURCES.iterdir()) if file.suffix in (".cpp", ".h")]
-    key = "\n".join([*sources, *FLAGS, compiler, _processor()])
-    # The folder of `idn/data/cache.py`, which flows do not import.
-    folder = Path(os.environ.get("IDN_CACHE") or Path.home() / ".cache" / "idn") / "native"
-    file = folder / f"plane-{hashlib.sha256(key.encode()).hexdigest()[:24]}.so"
-    if not file.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder) as work:
-            part, made = Path(work) / "plane.o", Path(work) / "plane.so"
-            _run(compiler, *FLAGS, "-c", str(SOURCES / "plane.cpp"), "-o", str(part))
-            # Linked without OpenMP: torch has loaded it, and a second one would have threads of its own.
-            _run(compiler, "-shared", str(part), "-o", str(made))
-            made.replace(file)
-    return file
-
-
-def _run(*command: str) -> None:
-    subprocess.run(command, check=True, capture_output=True, text=True)
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
-    except OSError:
-        return platform.processor()
-    return "\n".join(line for line in lines if line.startswith(("model name", "flags", "Features")))
