@@ -5,6 +5,7 @@ the next tensor: on activations of tens of megabytes that takes longer than the 
 """
 
 import ctypes
+import gc
 import sys
 from pathlib import Path
 
@@ -19,6 +20,15 @@ def keep_freed_memory() -> bool:
         return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     return mallopt is not None and all([mallopt(MMAP_MAX, 0), mallopt(TRIM_THRESHOLD, 2**31 - 1)])
+
+
+def spare_collector() -> None:
+    """Takes all objects there are out of garbage collection; to be called once what lasts is made.
+
+    Torch alone brings a million objects, and a loop of small steps would have them looked at again and again.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def resident() -> tuple[int, int]:

@@ -21,7 +21,7 @@ from idn.flows.flow import PRECISIONS, Flow
 from idn.flows.fuse import fuse
 from idn.flows.inverse import GOAL, default_tolerance
 from idn.flows.logdet import LogdetRule
-from idn.memory import forget_peak, keep_freed_memory, resident
+from idn.memory import forget_peak, keep_freed_memory, resident, spare_collector
 from idn.streams import stream
 
 
@@ -90,6 +90,8 @@ def serve(job: Job, connection: Connection) -> None:
     work = {"train": train, "evaluate": evaluate, "sample": sample, "norms": norms, "products": products}[job.work](
         job, flow
     )
+    if job.ours:
+        spare_collector()
     connection.send(flops(job, flow))
     while True:
         try:

@@ -167,12 +167,14 @@ class Flow(nn.Module):
         """Follows all largest singular values; to be called after every change of the weights."""
         layers = [layer for _, layer in self.spectral_layers()]
         update_norms(layers, iterations)
-        # One look for all layers. Where a matrix moved far, another pattern may have come up: it goes on anyway.
+        # One look for all layers but small matrices, whose norms are proven. Where a matrix moved far, another pattern
+        # may have come up: it goes on anyway.
+        layers = [layer for layer in layers if not layer.small]
         looks = list(self._looked_at(layers))
         moved = [x for x, (harm, share, _) in looks if harm and share > MOVED and not x.spatial]
         vague = [x for x, (harm, _, share) in looks if harm and share > VAGUE and x.spatial]
         update_norms(moved + vague, MORE_ITERATIONS)
-        matrices = [layer for layer in layers if not (layer.spatial or layer.small)]
+        matrices = [layer for layer in layers if not layer.spatial]
         for _ in range(MOST_ROUNDS):
             matrices = [x for x, (harm, _, share) in self._looked_at(matrices) if harm and share > SETTLED]
             if not matrices:

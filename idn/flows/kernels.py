@@ -7,8 +7,11 @@ import os
 import platform
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+
+from torch import Tensor
 
 SOURCES = Path(__file__).with_name("native")
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fopenmp", "-fPIC", "-w")
@@ -23,6 +26,11 @@ def kernel_library(name: str) -> ctypes.CDLL | None:
         reason = error.stderr.strip().splitlines() if isinstance(error, subprocess.CalledProcessError) else [str(error)]
         logging.getLogger(__name__).warning("the kernel %s is not compiled: %s", name, (reason or [error])[0])
         return None
+
+
+def addresses(tensors: Sequence[Tensor | None]) -> ctypes.Array[ctypes.c_void_p]:
+    """Where tensors are, for a kernel that takes many; None for None."""
+    return (ctypes.c_void_p * len(tensors))(*[None if t is None else t.data_ptr() for t in tensors])
 
 
 def _compiled(name: str) -> Path:

@@ -13,14 +13,13 @@ from torch.nn.grad import conv2d_weight
 from idn.flows.maps import Affine
 from idn.flows.matrices import is_small, top_of_small
 from idn.flows.norms import FOLLOWED, Operator, TopSingular, lengths, top_beside_wave, top_singular, unit
+from idn.flows.small import BEYOND, NOISE, SmallMatrix, follow_small
 from idn.flows.waves import STEPS, first_channels, strongest_wave
 
 START_ITERATIONS = 10
 CONVERGED = 2e-3
 """From a random vector: rounds of so many iterations, until so little can be missing, and at most so many rounds."""
 START_ROUNDS = 8
-NOISE = 1.15
-"""What rounding adds to a norm at most, over what it is expected to add."""
 LARGE = 2**16
 """Numbers in v."""
 ADAPTED_ITERATIONS = 10
@@ -158,12 +157,22 @@ class _Normalised(torch.autograd.Function):
 def update_norms(layers: Iterable[SpectralLayer], iterations: int | None = None) -> None:
     """Follows the largest singular values of many layers, those of equal shape together."""
     alike: dict[Any, list[SpectralLayer]] = defaultdict(list)
-    for layer in layers:
+    for layer in _left_by_kernel(list(layers)):
         # A large layer alone keeps the machine busy, and less is in memory at a time.
         alone = id(layer) if layer.v.numel() > LARGE else None
         alike[layer.weight.shape, layer.v.shape, layer.coeff, layer.precision, alone].append(layer)
     for group in alike.values():
         _Together(group).update(iterations or 1)
+
+
+def _left_by_kernel(layers: Sequence[SpectralLayer]) -> list[SpectralLayer]:
+    """All layers but the small matrices whose norms the kernel has followed and proven."""
+    small = [layer for layer in layers if layer.small]
+    proven = follow_small(
+        [SmallMatrix(x.weight, x.u, x.v, x.sigma, x.slack, x.shrink, x.coeff, x.precision) for x in small]
+    )
+    done = {layer for layer, one in zip(small, proven, strict=True) if one}
+    return [layer for layer in layers if layer not in done]
 
 
 class _Together:
@@ -260,7 +269,7 @@ class _Together:
         norm = torch.linalg.vector_norm(self._operator(rounded)[0](self.v), dim=(1, 2))
         # One unit of roundoff below: shrunk by less, a coarse entry could round up to where it was.
         smaller = shrink * (self.first.coeff / norm.clamp_min(self.first.coeff) - torch.finfo(precision).eps / 2)
-        return torch.where(norm > self.first.coeff * (1 + 2e-4), smaller, shrink)
+        return torch.where(norm > self.first.coeff * (1 + BEYOND), smaller, shrink)
 
 
 def _stack(tensors: Sequence[Tensor]) -> Tensor:

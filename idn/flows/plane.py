@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from idn.flows.activations import CLIPSWISH_SLOPE, LIPSWISH_SLOPE, CLipSwishActivation, LipSwishActivation
 from idn.flows.branches import Branch, Concatenation, DenseLayer
-from idn.flows.kernels import kernel_library
+from idn.flows.kernels import addresses, kernel_library
 from idn.flows.layers import SpectralLayer
 
 WIDEST = 4096
@@ -71,7 +71,7 @@ class _Plane(torch.autograd.Function):
         assert kernel is not None
         gx, logdet = torch.empty_like(x), x.new_empty(n)
         ctx.kept = x.new_empty(kernel.plane_kept(recipe.ints, n))
-        ctx.recipe, ctx.call = recipe, (int(low), recipe.ints, recipe.floats, _addresses(tensors), n)
+        ctx.recipe, ctx.call = recipe, (int(low), recipe.ints, recipe.floats, addresses(tensors), n)
         kernel.plane_forward(*ctx.call, torch.get_num_threads(), *map(_address, (x, gx, logdet, ctx.kept)))
         ctx.save_for_backward(x, *tensors)
         return gx, logdet
@@ -91,7 +91,7 @@ class _Plane(torch.autograd.Function):
         ]
         wanted = [g for i, g in enumerate(found) if not (i and (i - 1) % 8 in FIXED)]
         given = map(_address, (x, into_gx, into_logdet, ctx.kept, into_x))
-        kernel.plane_backward(*ctx.call, torch.get_num_threads(), *given, _addresses(wanted))
+        kernel.plane_backward(*ctx.call, torch.get_num_threads(), *given, addresses(wanted))
         return None, None, into_x, *found
 
 
@@ -156,10 +156,6 @@ def _raw_beta(activation: nn.Module | None) -> Tensor | None:
 
 def _address(tensor: Tensor | None) -> ctypes.c_void_p:
     return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
-
-
-def _addresses(tensors: Sequence[Tensor | None]) -> ctypes.Array[ctypes.c_void_p]:
-    return (ctypes.c_void_p * len(tensors))(*[None if t is None else t.data_ptr() for t in tensors])
 
 
 @cache

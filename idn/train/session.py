@@ -11,7 +11,7 @@ from idn.errors import UserError
 from idn.flows.cost import Cost, flow_cost
 from idn.flows.flow import Flow
 from idn.flows.fuse import fuse
-from idn.memory import keep_freed_memory
+from idn.memory import keep_freed_memory, spare_collector
 from idn.train import checkpoint
 from idn.train.checkpoint import Progress, Restored, Snapshotter
 from idn.train.config import TrainConfig
@@ -78,6 +78,7 @@ def open_session(config: TrainConfig, group: Group, filesystem: pyarrow.fs.FileS
     steps = total_steps(config, feed.steps_per_epoch)
     attempt = group.from_first(uuid.uuid4().hex[:6]) or ""
     ledger = Ledger(attempt, group.rank)
+    spare_collector()
     return Session(config, group, feed, engine, ema, watch, scale, snapshots, progress, steps, attempt, cost, ledger)
 
 
