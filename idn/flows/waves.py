@@ -20,8 +20,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from idn.flows.following import kernel_for, search
 from idn.flows.norms import Operator, Wave, units
-from idn.flows.search import kernel_for, search
 
 GRID = 8
 """Frequencies per axis of the grid for a 3x3 kernel; in proportion for larger ones, whose K(f) varies faster."""
@@ -54,7 +54,7 @@ def first_channels(weight: Tensor) -> Tensor:
 
 def strongest_wave(weight: Tensor, size: tuple[int, int], channels: Tensor, steps: int = STEPS) -> Strongest:
     """For convolutions L x O x I x k x k with odd k on images of `size`, in `steps` steps at every frequency."""
-    kernel = kernel_for(weight)
+    kernel = kernel_for(weight, "waves")
     if kernel is not None:
         tables = _tables(weight.shape[-1], min(weight.shape[1:3]))
         gain, images, responses, channels = search(kernel, weight, size, tables, channels, BEST, steps)

@@ -1,5 +1,6 @@
 // A kernel's taps at any frequencies: K(f) = sum_t K_t exp(i f.t), and waves that fade towards the edges of an image.
 #pragma once
+#include <complex>
 #include "products.h"
 
 namespace {
@@ -18,17 +19,15 @@ void panels(const float* a, long a_row, const float* b, long height, int sum, in
     }
 }
 
-struct Turns;
-
 struct Taps {
     int n, m, kernel, taps;
     bool wide;
-    int n_row, m_row, turned_row;
+    int n_row, m_row;
     std::vector<float> pulling, pushing;
 
     Taps(const float* weight, int outputs, int inputs, int kernel, int threads)
         : n(std::min(outputs, inputs)), m(std::max(outputs, inputs)), kernel(kernel), taps(kernel * kernel),
-          wide(outputs <= inputs), n_row(up(n, LANES)), m_row(up(m, LANES)), turned_row(taps * n + LANES),
+          wide(outputs <= inputs), n_row(up(n, LANES)), m_row(up(m, LANES)),
           pulling((size_t)up(m_row, WIDTH) * taps * n), pushing((size_t)up(taps * n_row, WIDTH) * m) {
         // K_t[a][b] for a of n and b of m.
         const long down = wide ? (long)inputs * taps : taps, right = wide ? taps : (long)inputs * taps;
@@ -55,18 +54,15 @@ struct Taps {
     }
 
     // K_t^T c of each tap, tap by tap.
-    void each_tap(int rows, const float* channels, float* pulled) const {
+    void pull_each(int rows, const float* channels, float* pulled) const {
         for (int t = 0; t < taps; ++t)
             panels(channels, n_row, &pulling[(size_t)t * n * WIDTH], taps * n, n, rows, m, pulled + t * m_row,
                    taps * m_row);
     }
 
-    // K(f)* c = sum_t exp(-i f.t) K_t^T c.
-    void pull(const Turns& turns, int count, const float* channels, float* turned, float* put_in) const;
-    // K(f) z = sum_t exp(i f.t) K_t z; `put_out` takes K_t z.
-    void push(const Turns& turns, int count, const float* put_in, float* put_out, float* image) const;
-    void put_out_each(int rows, const float* put_in, float* put_out) const {
-        panels(put_in, m_row, pushing.data(), m, m, rows, taps * n_row, put_out, taps * n_row);
+    // K_t z of each tap, tap by tap.
+    void push_each(int rows, const float* put_in, float* pushed) const {
+        panels(put_in, m_row, pushing.data(), m, m, rows, taps * n_row, pushed, taps * n_row);
     }
 };
 
@@ -84,33 +80,19 @@ struct Turns {
     }
 };
 
-void Taps::pull(const Turns& turns, int count, const float* channels, float* turned, float* put_in) const {
+// The sum of exp(sign i f.t) x_t over taps, for every frequency: K(f)* c with -1 of what is pulled, K(f) z with 1 of
+// what is pushed.
+void turn(const Turns& turns, int taps, float sign, int count, const float* each, int row, float* sum) {
     for (int f = 0; f < count; ++f) {
-        const float *real = channels + (size_t)2 * f * n_row, *imaginary = real + n_row;
-        float *to_real = turned + (size_t)2 * f * turned_row, *to_imaginary = to_real + turned_row;
-        for (int t = 0; t < taps; ++t) {
-            V cos = all(turns.cos[f * taps + t]), sin = all(turns.sin[f * taps + t]);
-            for (int i = 0; i < n; i += LANES) {  // what is written beyond n is overwritten by the next tap
-                V x = load(real + i), y = load(imaginary + i);
-                store(to_real + t * n + i, cos * x + sin * y), store(to_imaginary + t * n + i, cos * y - sin * x);
-            }
-        }
-    }
-    panels(turned, turned_row, pulling.data(), taps * n, taps * n, 2 * count, m, put_in, m_row);
-}
-
-void Taps::push(const Turns& turns, int count, const float* put_in, float* put_out, float* image) const {
-    put_out_each(2 * count, put_in, put_out);
-    for (int f = 0; f < count; ++f) {
-        const float *from = put_out + (size_t)2 * f * taps * n_row, *other = from + taps * n_row;
-        for (int i = 0; i < n_row; i += LANES) {
+        const float *from = each + (size_t)2 * f * taps * row, *other = from + taps * row;
+        for (int i = 0; i < row; i += LANES) {
             V real = {}, imaginary = {};
             for (int t = 0; t < taps; ++t) {
-                V cos = all(turns.cos[f * taps + t]), sin = all(turns.sin[f * taps + t]);
-                V x = load(from + t * n_row + i), y = load(other + t * n_row + i);
+                V cos = all(turns.cos[f * taps + t]), sin = all(sign * turns.sin[f * taps + t]);
+                V x = load(from + t * row + i), y = load(other + t * row + i);
                 real += cos * x - sin * y, imaginary += sin * x + cos * y;
             }
-            store(image + (size_t)2 * f * n_row + i, real), store(image + ((size_t)2 * f + 1) * n_row + i, imaginary);
+            store(sum + (size_t)2 * f * row + i, real), store(sum + ((size_t)2 * f + 1) * row + i, imaginary);
         }
     }
 }
@@ -123,45 +105,58 @@ void fade(const Taps& k, const float* frequency, const float* channels, int h, i
     const int out_row = k.wide ? k.n_row : k.m_row;
     std::vector<float> z(2 * z_row), put_out((size_t)2 * k.taps * out_row);
     if (k.wide) {
-        std::vector<float> turned(2 * k.turned_row);
-        k.pull(Turns(k, frequency, 1), 1, channels, turned.data(), z.data());
-        k.put_out_each(2, z.data(), put_out.data());
+        std::vector<float> pulled((size_t)2 * k.taps * k.m_row);
+        k.pull_each(2, channels, pulled.data());
+        turn(Turns(k, frequency, 1), k.taps, -1, 1, pulled.data(), k.m_row, z.data());
+        k.push_each(2, z.data(), put_out.data());
     } else {  // what K^T puts out is the complex conjugate of what goes into K
         for (int i = 0; i < k.n_row; ++i) z[i] = channels[i], z[z_row + i] = -channels[k.n_row + i];
-        k.each_tap(2, z.data(), put_out.data());
+        k.pull_each(2, z.data(), put_out.data());
     }
     const int radius = k.kernel / 2, rows = h + 2 * radius, row = w + 2 * radius, pixels = h * row;
     std::vector<float> cos(rows * row + k.taps * LANES), sin(cos.size());
-    auto arc = [&](int at, int size) { return at < 0 || at >= size ? 0.0 : std::sin(M_PI * (at + 1) / (size + 1)); };
-    for (int y = 0; y < rows; ++y)
-        for (int x = 0; x < row; ++x) {
-            double height = arc(y - radius, h) * arc(x - radius, w);
-            double angle = frequency[0] * (y - (rows - 1) / 2.0) + frequency[1] * (x - (row - 1) / 2.0);
-            if (height) cos[y * row + x] = height * std::cos(angle), sin[y * row + x] = height * std::sin(angle);
+    std::vector<std::complex<double>> right(w);
+    // Along one axis, within the image: half a sine times exp(i f p).
+    auto along = [](int at, int size, float f) {
+        return std::polar(std::sin(M_PI * (at + 1) / (size + 1)), f * (at - (size - 1) / 2.0));
+    };
+    for (int y = 0; y < h; ++y) {
+        std::complex<double> down = along(y, h, frequency[0]);
+        for (int x = 0; x < w; ++x) {
+            if (y == 0) right[x] = along(x, w, frequency[1]);
+            std::complex<double> wave = down * right[x];
+            int at = (y + radius) * row + x + radius;
+            cos[at] = wave.real(), sin[at] = wave.imag();
         }
+    }
     // Rows of pixels stand one behind the other, with what is beyond the edges between them.
     auto keep_rows = [&](const std::vector<float>& all_pixels, float* to) {
         for (int y = 0; y < h; ++y) std::copy_n(&all_pixels[y * row], w, to + y * w);
     };
+    std::vector<int> seen_from;  // where each tap sees the wave from
+    for (int t = 0; t < k.taps; ++t) seen_from.push_back(t / k.kernel * row + t % k.kernel);
+    auto write = [&](int taps, const int* from, const float* re, const float* im, int step, float* to, long half) {
+        std::vector<float> real(up(pixels, LANES)), imaginary(real);
+        for (int p = 0; p < pixels; p += LANES) {
+            V x = {}, y = {};
+            for (int t = 0; t < taps; ++t) {
+                V a = all(re[t * step]), b = all(im[t * step]), c = load(&cos[p + from[t]]), s = load(&sin[p + from[t]]);
+                x += a * c - b * s, y += a * s + b * c;
+            }
+            store(&real[p], x), store(&imaginary[p], y);
+        }
+        keep_rows(real, to), keep_rows(imaginary, to + half);
+    };
+    const long size = (long)h * w;
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int c = 0; c < inputs + outputs; ++c) {
-        std::vector<float> real(up(pixels, LANES)), imaginary(real);
-        bool in = c < inputs;
-        int taps = in ? 1 : k.taps, channel = in ? c : c - inputs;
-        for (int p = 0; p < pixels; p += LANES) {
-            V re = {}, im = {};
-            for (int t = 0; t < taps; ++t) {
-                int at = p + (in ? radius * (row + 1) : t / k.kernel * row + t % k.kernel);
-                float a = in ? z[channel] : put_out[t * out_row + channel];
-                float b = in ? z[z_row + channel] : put_out[(k.taps + t) * out_row + channel];
-                V x = load(&cos[at]), y = load(&sin[at]);
-                re += a * x - b * y, im += a * y + b * x;
-            }
-            store(&real[p], re), store(&imaginary[p], im);
+        if (c < inputs)
+            write(1, &seen_from[k.taps / 2], &z[c], &z[z_row + c], 0, images + c * size, inputs * size);
+        else {
+            const float* own = &put_out[c - inputs];
+            write(k.taps, seen_from.data(), own, own + k.taps * out_row, out_row, responses + (c - inputs) * size,
+                  outputs * size);
         }
-        float* to = in ? images : responses;
-        long half = (long)(in ? inputs : outputs) * h * w;
-        keep_rows(real, to + (long)channel * h * w), keep_rows(imaginary, to + half + (long)channel * h * w);
     }
 }
 

@@ -6,16 +6,17 @@
 
 namespace {
 
+constexpr float TINY = 1.17549435e-38f;
 constexpr int SQUARINGS = 7;  // a power of 2^7 leaves little but the largest eigenvalue
 
 struct Space {
-    std::vector<float> turned, put_in, put_out, image, rest, along, length;
-    std::vector<std::vector<float>> vectors;
+    std::vector<float> put_in, pushed, image, rest, length;
+    std::vector<std::vector<float>> vectors, pulled;  // of every step
 
     Space(const Taps& k, int count, int steps)
-        : turned((size_t)2 * count * k.turned_row), put_in((size_t)2 * count * k.m_row),
-          put_out((size_t)2 * count * k.taps * k.n_row), image((size_t)2 * count * k.n_row), rest(image), along(count),
-          length(count), vectors(steps, image) {}
+        : put_in((size_t)2 * count * k.m_row), pushed((size_t)2 * count * k.taps * k.n_row),
+          image((size_t)2 * count * k.n_row), rest(image), length(count), vectors(steps, image),
+          pulled(steps, std::vector<float>((size_t)2 * count * k.taps * k.m_row)) {}
 };
 
 // Largest eigenvalue of a symmetric matrix without negative ones, and its vector, by squaring.
@@ -47,74 +48,78 @@ double largest(const std::vector<double>& matrix, int size, std::vector<double>&
     return value;
 }
 
-// By so many Lanczos steps with K(f) K(f)* at each frequency: its largest eigenvalue and the channels that have it.
-// Channels are rows of n_row floats, in place.
-void climb(const Taps& k, const Turns& turns, int count, int steps, float* channels, float* values, Space& s) {
-    const int row = 2 * k.n_row;
-    const float tiny = 1.17549435e-38f;
-    std::vector<std::vector<double>> small(count, std::vector<double>(steps * steps));
-    std::copy(channels, channels + (size_t)count * row, s.rest.begin());
-    for (int step = 0; step < steps; ++step) {
-        auto& vectors = s.vectors[step];
-        for (int f = 0; f < count; ++f) {
-            float *rest = &s.rest[(size_t)f * row], *vector = &vectors[(size_t)f * row];
-            s.length[f] = std::sqrt(dot(rest, rest, row));
-            float shorten = 1 / std::max(s.length[f], tiny);
-            for (int i = 0; i < row; ++i) vector[i] = rest[i] * shorten;
-        }
-        k.pull(turns, count, vectors.data(), s.turned.data(), s.put_in.data());
-        k.push(turns, count, s.put_in.data(), s.put_out.data(), s.image.data());
-        for (int f = 0; f < count; ++f) {
-            const float *vector = &vectors[(size_t)f * row], *image = &s.image[(size_t)f * row];
-            const float* before = step ? &s.vectors[step - 1][(size_t)f * row] : vector;
-            float along = dot(vector, image, row), beside = step ? s.length[f] : 0;
-            float* rest = &s.rest[(size_t)f * row];
-            for (int i = 0; i < row; ++i) rest[i] = image[i] - along * vector[i] - beside * before[i];
-            small[f][step * (steps + 1)] = along;
-            if (step) small[f][step * (steps + 1) - 1] = small[f][step * (steps + 1) - steps] = beside;
-        }
-    }
-    std::vector<double> mix;
-    for (int f = 0; f < count; ++f, channels += row) {
-        values[f] = largest(small[f], steps, mix);
-        std::fill_n(channels, row, 0.0f);
-        for (int step = 0; step < steps; ++step) {
-            const float* vector = &s.vectors[step][(size_t)f * row];
-            for (int i = 0; i < row; ++i) channels[i] += (float)mix[step] * vector[i];
-        }
-        float shorten = 1 / std::max(std::sqrt(dot(channels, channels, row)), tiny);
-        for (int i = 0; i < row; ++i) channels[i] *= shorten;
-    }
+// sum_s mix_s x_s
+void combine(const std::vector<double>& mix, const std::vector<std::vector<float>>& x, size_t from, int row, float* to) {
+    std::fill_n(to, row, 0.0f);
+    for (size_t step = 0; step < mix.size(); ++step)
+        for (int i = 0; i < row; ++i) to[i] += (float)mix[step] * x[step][from + i];
 }
 
-// |K(f)* c|^2 at the places around each frequency, the largest of them and where it is. With P_t = K_t^T c it is a sum
-// over pairs of taps, which depends on the place only by the taps' distance: `distances` has cos and sin for each.
-void best_places(const Taps& k, int count, const float* channels, const float* distances, int places, float* gains,
-                 int* place) {
-    const int width = 2 * k.kernel - 1, row = k.taps * k.m_row;
-    std::vector<float> pulled((size_t)2 * count * row), sums(2 * width * width);
-    k.each_tap(2 * count, channels, pulled.data());
-    for (int f = 0; f < count; ++f) {
-        const float *real = &pulled[(size_t)2 * f * row], *imaginary = real + row;
-        std::fill(sums.begin(), sums.end(), 0.0f);
-        for (int a = 0; a < k.taps; ++a)
-            for (int b = 0; b <= a; ++b) {
-                V alike[2] = {}, apart[2] = {};
-                for (int i = 0; i < k.m_row; i += LANES) {
-                    V x = load(real + a * k.m_row + i), y = load(imaginary + a * k.m_row + i);
-                    V z = load(real + b * k.m_row + i), w = load(imaginary + b * k.m_row + i);
-                    alike[0] += x * z, alike[1] += y * w, apart[0] += y * z, apart[1] -= x * w;
-                }
-                int down = a / k.kernel - b / k.kernel, right = a % k.kernel - b % k.kernel;
-                int at = 2 * ((down + k.kernel - 1) * width + right + k.kernel - 1), times = a == b ? 1 : 2;
-                sums[at] += times * total(alike[0] + alike[1]);
-                sums[at + 1] += times * total(apart[0] + apart[1]);
-            }
-        gains[f] = -1;
-        for (int p = 0; p < places; ++p, distances += sums.size()) {
-            float gain = dot(distances, sums.data(), sums.size());
-            if (gain > gains[f]) gains[f] = gain, place[f] = p;
+// By so many Lanczos steps with K(f) K(f)* at each frequency: its largest eigenvalue, and the channels that have it, in
+// rows of n_row floats, in place. Gives their mixes of the steps' vectors.
+std::vector<std::vector<double>> climb(const Taps& k, const Turns& turns, int count, int steps, float* channels,
+                                       float* values, Space& s) {
+    const int row = 2 * k.n_row;
+    std::vector<std::vector<double>> small(count, std::vector<double>(steps * steps)), mixes(count);
+    std::copy(channels, channels + (size_t)count * row, s.rest.begin());
+    for (int step = 0; step < steps; ++step) {
+        float* vectors = s.vectors[step].data();
+        for (int f = 0; f < count; ++f) {
+            const float* rest = &s.rest[(size_t)f * row];
+            s.length[f] = std::sqrt(dot(rest, rest, row));
+            for (int i = 0; i < row; ++i) vectors[f * row + i] = rest[i] / std::max(s.length[f], TINY);
         }
+        k.pull_each(2 * count, vectors, s.pulled[step].data());
+        turn(turns, k.taps, -1, count, s.pulled[step].data(), k.m_row, s.put_in.data());
+        for (int f = 0; f < count; ++f) {
+            const float* put_in = &s.put_in[(size_t)f * 2 * k.m_row];
+            small[f][step * (steps + 1)] = dot(put_in, put_in, 2 * k.m_row);
+            if (step) small[f][step * (steps + 1) - 1] = small[f][step * (steps + 1) - steps] = s.length[f];
+        }
+        if (step + 1 == steps) break;
+        k.push_each(2 * count, s.put_in.data(), s.pushed.data());
+        turn(turns, k.taps, 1, count, s.pushed.data(), k.n_row, s.image.data());
+        for (int f = 0; f < count; ++f) {
+            const float *vector = vectors + f * row, *image = &s.image[(size_t)f * row];
+            const float* before = step ? &s.vectors[step - 1][(size_t)f * row] : vector;
+            float along = small[f][step * (steps + 1)], beside = step ? s.length[f] : 0;
+            for (int i = 0; i < row; ++i) s.rest[f * row + i] = image[i] - along * vector[i] - beside * before[i];
+        }
+    }
+    for (int f = 0; f < count; ++f) {
+        float* own = channels + f * row;
+        values[f] = largest(small[f], steps, mixes[f]);
+        combine(mixes[f], s.vectors, (size_t)f * row, row, own);
+        float length = std::max(std::sqrt(dot(own, own, row)), TINY);
+        for (int i = 0; i < row; ++i) own[i] /= length;
+        for (double& share : mixes[f]) share /= length;
+    }
+    return mixes;
+}
+
+// |K(f)* c|^2 at the places around a frequency: the largest, and where it is. With P_t = K_t^T c, `pulled`, it is a sum
+// over pairs of taps, which depends on the place only by the taps' distance: `distances` has cos and sin for each.
+void best_place(const Taps& k, const float* pulled, const float* distances, int places, float& best, int& place) {
+    const int width = 2 * k.kernel - 1;
+    const float *real = pulled, *imaginary = real + k.taps * k.m_row;
+    std::vector<float> sums(2 * width * width);
+    for (int a = 0; a < k.taps; ++a)
+        for (int b = 0; b <= a; ++b) {
+            V alike[2] = {}, apart[2] = {};
+            for (int i = 0; i < k.m_row; i += LANES) {
+                V x = load(real + a * k.m_row + i), y = load(imaginary + a * k.m_row + i);
+                V z = load(real + b * k.m_row + i), w = load(imaginary + b * k.m_row + i);
+                alike[0] += x * z, alike[1] += y * w, apart[0] += y * z, apart[1] -= x * w;
+            }
+            int down = a / k.kernel - b / k.kernel, right = a % k.kernel - b % k.kernel;
+            int at = 2 * ((down + k.kernel - 1) * width + right + k.kernel - 1), times = a == b ? 1 : 2;
+            sums[at] += times * total(alike[0] + alike[1]);
+            sums[at + 1] += times * total(apart[0] + apart[1]);
+        }
+    best = -1;
+    for (int p = 0; p < places; ++p, distances += sums.size()) {
+        float gain = dot(distances, sums.data(), sums.size());
+        if (gain > best) best = gain, place = p;
     }
 }
 
@@ -140,8 +145,14 @@ void search(const Taps& k, int h, int w, int grid, int places, int best, int ste
         int most = std::min(steps, k.n);
         Space space(k, count, most);
         float* own = &channels[(size_t)from * row];
-        climb(k, Turns(k, frequencies + 2 * from, count), count, most, own, &squares[from], space);
-        best_places(k, count, own, distances + (size_t)from * places * table, places, &gains[from], &place[from]);
+        auto mixes = climb(k, Turns(k, frequencies + 2 * from, count), count, most, own, &squares[from], space);
+        const int size = 2 * k.taps * k.m_row;
+        std::vector<float> pulled(size);
+        for (int f = 0; f < count; ++f) {
+            combine(mixes[f], space.pulled, (size_t)f * size, size, pulled.data());
+            const float* near = distances + (size_t)(from + f) * places * table;
+            best_place(k, pulled.data(), near, places, gains[from + f], place[from + f]);
+        }
     });
     for (int i = 0; i < 2 * grid; ++i) std::copy_n(&channels[(size_t)i * k.n_row], k.n, kept + i * k.n);
 
