@@ -70,5 +70,13 @@ def gradients(kernel: ctypes.CDLL, pulled: Tensor, vector: Tensor, square: Tenso
     return pulled, length
 
 
+def grams(kernel: ctypes.CDLL, weight: Tensor) -> Tensor:
+    """A A^T of matrices L x outputs x inputs, or A^T A where that is smaller."""
+    weight, size = weight.contiguous(), min(weight.shape[1:])
+    found = weight.new_empty(len(weight), size, size)
+    kernel.grams(*weight.shape, torch.get_num_threads(), *_addresses((weight, found)))
+    return found
+
+
 def _addresses(tensors: Sequence[Tensor]) -> list[ctypes.c_void_p]:
     return [ctypes.c_void_p(t.data_ptr()) for t in tensors]

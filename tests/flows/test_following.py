@@ -7,7 +7,7 @@ import shutil
 import pytest
 import torch
 
-from idn.flows.following import gradients, kernel_for, longest
+from idn.flows.following import gradients, grams, kernel_for, longest
 from idn.flows.fuse import fuse
 from idn.flows.layers import SpectralLayer
 from idn.flows.norms import INDEPENDENT, best_combinations, lengths, units
@@ -146,3 +146,12 @@ def test_a_kept_slope_follows_u_and_v():
         torch.testing.assert_close(changed.slope(), -kept)
     layer.double()
     assert layer.slope().dtype == torch.float64
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("shape", [(2, 3, 5), (1, 300, 70), (3, 64, 400), (2, 500, 48), (1, 1, 1)])
+def test_the_kernel_multiplies_matrices_with_themselves(shape, threads):
+    torch.set_num_threads(threads)
+    weight = torch.randn(shape, generator=stream(shape[1], "weight"))
+    rows = weight if shape[1] <= shape[2] else weight.mT
+    torch.testing.assert_close(grams(kernel_for(weight, "matrices"), weight), rows @ rows.mT, rtol=1e-5, atol=1e-4)
