@@ -3,7 +3,7 @@
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +13,8 @@ from torch.nn.grad import conv2d_weight
 from idn.flows.maps import Affine
 from idn.flows.matrices import is_small, top_of_small
 from idn.flows.norms import FOLLOWED, Operator, TopSingular, lengths, top_beside_wave, top_singular, unit
-from idn.flows.small import BEYOND, NOISE, SmallMatrix, follow_small
+from idn.flows.rounding import BEYOND, NOISE, Rounding
+from idn.flows.small import SmallMatrix, follow_small
 from idn.flows.waves import STEPS, first_channels, strongest_wave
 
 START_ITERATIONS = 10
@@ -64,6 +65,7 @@ class SpectralLayer(nn.Module):
         super().__init__()
         self.coeff = coeff
         self.precision: torch.dtype | None = None
+        self._kept: _Kept | None = None
         self.padding = None if kernel is None else kernel // 2
         shape = (outputs, inputs) if kernel is None else (outputs, inputs, kernel, kernel)
         spread = 1 / math.sqrt(math.prod(shape[1:]))
@@ -103,8 +105,23 @@ class SpectralLayer(nn.Module):
 
     def normalised(self) -> Tensor:
         """The weight before it is rounded to `precision`."""
-        weight: Tensor = _Normalised.apply(self.weight, self.u, self.v, self.coeff / (1 + self.slack), self.padding)
+        limit = self.coeff / (1 + self.slack)
+        # Of a matrix the slope is u v^T, which need not be made.
+        slope = None if self.padding is None else self.slope()
+        weight: Tensor = _Normalised.apply(self.weight, self.u, self.v, slope, limit)
         return weight if self.precision is None else weight * self.shrink
+
+    @torch.no_grad()
+    def slope(self, keep: bool = False) -> Tensor:
+        """Of sigma = u^T W v over a convolution's weight.
+
+        It takes one product, so that sigma and its gradient need none. May be kept, for as long as u and v stay.
+        """
+        if self._kept is not None and self._kept.is_of(self.u, self.v):
+            return self._kept.slope
+        slope = conv2d_weight(self.v, self.weight.shape, self.u, padding=self.padding)
+        self._kept = _Kept(slope, self.u, self.v, (self.u._version, self.v._version)) if keep else None
+        return slope
 
     @torch.no_grad()
     def multiplied(self) -> Tensor:
@@ -129,28 +146,43 @@ class SpectralLayer(nn.Module):
         return self.v[0, 0].numel() > 1
 
 
+class _Kept(NamedTuple):
+    """A slope and the vectors it belongs to, as they were."""
+
+    slope: Tensor
+    u: Tensor
+    v: Tensor
+    versions: tuple[int, int]
+
+    def is_of(self, u: Tensor, v: Tensor) -> bool:
+        return u is self.u and v is self.v and (u._version, v._version) == self.versions
+
+
 class _Normalised(torch.autograd.Function):
-    """W / max(1, sigma / limit) with sigma = u^T W v, u and v held fixed."""
+    """W / max(1, sigma / limit) with sigma = u^T W v = <slope, W>, u and v held fixed."""
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, u: Tensor, v: Tensor, limit: Tensor, padding: int | None) -> Tensor:
-        image = F.linear(v, weight) if padding is None else F.conv2d(v, weight, padding=padding)
-        sigma = torch.dot(u.flatten(), image.flatten())
+    def forward(ctx: Any, weight: Tensor, u: Tensor, v: Tensor, slope: Tensor | None, limit: Tensor) -> Tensor:
+        along, other = (u, F.linear(v, weight)) if slope is None else (slope, weight)
+        sigma = torch.dot(along.flatten(), other.flatten())
         factor = limit / torch.maximum(sigma, limit)
-        ctx.save_for_backward(weight, u, v, sigma, limit, factor)
-        ctx.padding = padding
+        ctx.save_for_backward(weight, u, v, slope, sigma, limit, factor)
         return weight * factor
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """The factor limit / sigma falls by itself / sigma per unit of sigma."""
-        (grad,), (weight, u, v, sigma, limit, factor) = grads, ctx.saved_tensors
-        along = (grad * weight).sum() * factor / sigma
-        u = u * torch.where(sigma > limit, -along, torch.zeros_like(along))
-        if ctx.padding is None:
-            return torch.addr(grad * factor, u[0], v[0]), None, None, None, None
-        into_sigma = conv2d_weight(v, weight.shape, u, padding=ctx.padding)
-        return into_sigma.add_(grad * factor), None, None, None, None
+        weight, u, v, slope, sigma, limit, factor = ctx.saved_tensors
+        # Of a convolution it comes channels-last. Put right once, it meets the weight in the same order every time.
+        grad = grads[0].contiguous()
+        along = torch.dot(grad.flatten(), weight.flatten()) * factor / sigma
+        into_sigma = torch.where(sigma > limit, -along, torch.zeros_like(along))
+        into_weight = grad * factor
+        if slope is None:
+            into_weight.addr_(u[0] * into_sigma, v[0])
+        else:
+            into_weight.addcmul_(slope, into_sigma)
+        return into_weight, None, None, None, None
 
 
 @torch.no_grad()
@@ -208,9 +240,7 @@ class _Together:
             self._write("previous", self.weight)
         if self.first.precision is not None:
             norm = sigma * (1 + top.missing)
-            bounded = self.weight / self._per_layer((norm / self.first.coeff).clamp_min(1))
-            within = norm.clamp_max(self.first.coeff)
-            self._write("shrink", self._outweigh_rounding(bounded, within, self.first.precision))
+            self._write("shrink", self._outweigh_rounding(norm, self.first.precision))
 
     def _per_layer(self, numbers: Tensor) -> Tensor:
         return numbers.view(-1, *[1] * (self.weight.dim() - 1))
@@ -255,21 +285,25 @@ class _Together:
 
         return each(0, self.first.v.shape[1:]), each(1, self.first.u.shape[1:])
 
-    def _outweigh_rounding(self, bounded: Tensor, norm: Tensor, precision: torch.dtype) -> Tensor:
+    def _outweigh_rounding(self, norm: Tensor, precision: torch.dtype) -> Tensor:
         """Factors <= 1 for which the rounded weights obey the bound as well: rounding adds E, and |W + E| <= |W| + |E|.
 
         The entries of E are as good as independent of each other, so that its norm (of a convolution, at every
         frequency) comes close to |E|_F (1 / sqrt(inputs) + 1 / sqrt(outputs)). Where they are not, E shows along v.
         """
-        outputs, inputs = bounded.shape[1:3]
-        error = torch.linalg.vector_norm((bounded.to(precision).to(bounded.dtype) - bounded).flatten(1), dim=1)
-        noise = NOISE * error * (inputs**-0.5 + outputs**-0.5)
-        shrink = self.first.coeff / (norm + noise).clamp_min(self.first.coeff)
-        rounded = (bounded * self._per_layer(shrink)).to(precision).to(bounded.dtype)
-        norm = torch.linalg.vector_norm(self._operator(rounded)[0](self.v), dim=(1, 2))
+        coeff, rounding = self.first.coeff, Rounding(self.weight, precision)
+        outputs, inputs = self.weight.shape[1:3]
+        bounding = 1 / (norm / coeff).clamp_min(1)
+        noise = NOISE * rounding.errors(bounding) * (inputs**-0.5 + outputs**-0.5)
+        shrink = coeff / (norm.clamp_max(coeff) + noise).clamp_min(coeff)
+        if self.first.spatial:
+            slopes = _stack([layer.slope(keep=True) for layer in self.layers])
+            norm = rounding.along_slope(bounding * shrink, slopes)
+        else:
+            norm = rounding.along(bounding * shrink, self._buffers("u").flatten(1), self.v.flatten(1))
         # One unit of roundoff below: shrunk by less, a coarse entry could round up to where it was.
-        smaller = shrink * (self.first.coeff / norm.clamp_min(self.first.coeff) - torch.finfo(precision).eps / 2)
-        return torch.where(norm > self.first.coeff * (1 + BEYOND), smaller, shrink)
+        smaller = shrink * (coeff / norm.clamp_min(coeff) - torch.finfo(precision).eps / 2)
+        return torch.where(norm > coeff * (1 + BEYOND), smaller, shrink)
 
 
 def _stack(tensors: Sequence[Tensor]) -> Tensor:

@@ -11,10 +11,14 @@ As in `norms.py`, the first dimension of every tensor counts matrices of equal s
 import torch
 from torch import Tensor
 
+from idn.flows.following import grams, kernel_for
 from idn.flows.norms import TopSingular, units
 
 SMALL = 96
-"""Rows of G at most. For larger ones following vectors is cheaper."""
+"""Rows of G at most. For larger ones following vectors is cheaper,"""
+SMALL_AND_FLAT = 192
+FLAT = 8
+"""unless the other side is so many times as long: vectors are followed in several passes over it, G takes one."""
 SQUARINGS = 2
 PRODUCTS = 6
 """With G^4 from the last vector: as many as 24 plain power iterations."""
@@ -26,14 +30,15 @@ ROUNDOFF = 2e-4
 
 def is_small(weight: Tensor) -> bool:
     """Whether one matrix has a small side."""
-    return min(weight.shape[0], weight[0].numel()) <= SMALL
+    short, long = sorted((weight.shape[0], weight[0].numel()))
+    return short <= (SMALL_AND_FLAT if long >= FLAT * short else SMALL)
 
 
 def top_of_small(weight: Tensor, v: Tensor) -> TopSingular:
     """The largest singular values of L x outputs x inputs, from vectors L x 1 x inputs near their own."""
     wide = weight.shape[1] <= weight.shape[2]
-    rows = weight if wide else weight.mT
-    gram = rows @ rows.mT
+    rows, kernel = weight if wide else weight.mT, kernel_for(weight, "grams")
+    gram = rows @ rows.mT if kernel is None else grams(kernel, weight)
     vector, square, left = _climbed(gram, v @ weight.mT if wide else v)
     bound = (square + left) * (1 + ROUNDOFF)
     unproven = torch.linalg.cholesky_ex(torch.diag_embed(bound.expand(-1, gram.shape[1])) - gram).info != 0

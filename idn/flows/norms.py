@@ -20,6 +20,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from idn.flows.following import gradients, kernel_for, longest
+
 Operator = Callable[[Tensor], Tensor]
 
 
@@ -111,7 +113,8 @@ def top_singular(
     first = vectors[:, :1]
     # Applied once more: combined images carry roundoff.
     image = apply(first)
-    return found(first, image, gradient(transpose, first, image)), torch.cat([vectors[:, 1:2], explorer, direction], 1)
+    climb = gradient(transpose, first, image)
+    return found(first, image, *squared(image, climb)), torch.cat([vectors[:, 1:2], explorer, direction], 1)
 
 
 def top_beside_wave(
@@ -119,8 +122,14 @@ def top_beside_wave(
 ) -> tuple[TopSingular, Tensor]:
     """The same with as few products as can be: v goes where its gradient pointed when it was last followed, or to the
     wave. Also gives the gradient to go on with."""
-    basis = torch.cat([v, climb, wave.images], 1)
-    images = torch.cat([apply(basis[:, :2]), wave.responses], 1)
+    pair = torch.cat([v, climb], 1)
+    applied = apply(pair)
+    kernel = kernel_for(v, "longest") if iterations == 1 else None
+    if kernel is not None:
+        first, image, square = longest(kernel, pair, wave.images, applied, wave.responses, INDEPENDENT)
+        climb, left = gradients(kernel, transpose(image), first, square)
+        return found(first, image, square, left), climb
+    basis, images = torch.cat([pair, wave.images], 1), torch.cat([applied, wave.responses], 1)
     # On a long way two vectors are followed: alone, v can linger where a smaller singular value is.
     count, combinations = (1, 1) if iterations == 1 else (2, basis.shape[1])
     mix = best_combinations(basis, images, combinations)
@@ -137,7 +146,7 @@ def top_beside_wave(
     # Applied once more: combined images carry roundoff.
     image = images / size if iterations == 1 else apply(first)
     climb = gradient(transpose, first, image)
-    return found(first, image, climb), climb
+    return found(first, image, *squared(image, climb)), climb
 
 
 def gradient(transpose: Operator, vectors: Tensor, images: Tensor) -> Tensor:
@@ -154,9 +163,15 @@ def moves(mix: Tensor, basis: Tensor, images: Tensor) -> tuple[Tensor, Tensor]:
     return direction / size, added @ images / size
 
 
-def found(v: Tensor, image: Tensor, climb: Tensor) -> TopSingular:
+def squared(image: Tensor, climb: Tensor) -> tuple[Tensor, Tensor]:
+    """|A v|^2 and the length of the gradient."""
+    return image.square().sum((1, 2)), lengths(climb)[:, 0, 0]
+
+
+def found(v: Tensor, image: Tensor, square: Tensor, left: Tensor) -> TopSingular:
     """An eigenvalue of A^T A lies within the gradient's length of |A v|^2."""
-    square = image.square().sum((1, 2))
-    share = lengths(climb)[:, 0, 0] / square.clamp_min(torch.finfo(v.dtype).tiny)
-    missing = torch.sqrt(1 + share) - 1
-    return TopSingular(units(image), v, square.sqrt(), torch.where(square > 0, missing, torch.zeros_like(missing)))
+    tiny = torch.finfo(v.dtype).tiny
+    sigma = square.sqrt()
+    missing = torch.sqrt(1 + left / square.clamp_min(tiny)) - 1
+    u = image / sigma.clamp_min(tiny)[:, None, None]
+    return TopSingular(u, v, sigma, torch.where(square > 0, missing, torch.zeros_like(missing)))

@@ -14,11 +14,7 @@ from torch import Tensor
 from idn.flows.fuse import is_fusing
 from idn.flows.kernels import addresses, kernel_library
 from idn.flows.matrices import PRODUCTS, ROUNDOFF, SMALL, SQUARINGS, VAGUE
-
-NOISE = 1.15
-"""What rounding adds to a norm at most, over what it is expected to add."""
-BEYOND = 2e-4
-"""Share of the bound by which a rounded weight may be longer along v."""
+from idn.flows.rounding import BEYOND, NOISE
 
 
 class SmallMatrix(NamedTuple):
@@ -58,9 +54,14 @@ def follow_small(matrices: Sequence[SmallMatrix]) -> list[bool]:
 
 def _known(matrix: SmallMatrix) -> bool:
     """Weights may be in another precision or elsewhere, or, under ZeRO 3, empty."""
-    return matrix.precision in (None, torch.bfloat16) and all(
-        tensor.dtype == torch.float32 and tensor.device.type == "cpu" and tensor.is_contiguous() and tensor.numel()
-        for tensor in matrix[:6]
+    short = min(matrix.weight.shape[0], matrix.weight[0].numel()) if matrix.weight.numel() else 0
+    return (
+        0 < short <= SMALL
+        and matrix.precision in (None, torch.bfloat16)
+        and all(
+            tensor.dtype == torch.float32 and tensor.device.type == "cpu" and tensor.is_contiguous()
+            for tensor in matrix[:6]
+        )
     )
 
 

@@ -20,6 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from idn.flows.following import kernel_for, search
 from idn.flows.norms import Operator, Wave, units
 
 GRID = 8
@@ -53,6 +54,11 @@ def first_channels(weight: Tensor) -> Tensor:
 
 def strongest_wave(weight: Tensor, size: tuple[int, int], channels: Tensor, steps: int = STEPS) -> Strongest:
     """For convolutions L x O x I x k x k with odd k on images of `size`, in `steps` steps at every frequency."""
+    kernel = kernel_for(weight, "waves")
+    if kernel is not None:
+        tables = _tables(weight.shape[-1], min(weight.shape[1:3]))
+        gain, images, responses, channels = search(kernel, weight, size, tables, channels, BEST, steps)
+        return Strongest(gain, Wave(images, responses), channels)
     wide = weight.shape[1] <= weight.shape[2]
     taps = Taps(weight if wide else weight.transpose(1, 2))
     frequencies, offsets = (x.to(weight) for x in grid(weight.shape[-1]))
@@ -192,3 +198,12 @@ def _noise(size: int) -> Tensor:
     """Channels of length 1, orthogonal to nothing."""
     noise = torch.randn(2, size, dtype=torch.float64, generator=torch.Generator().manual_seed(size))
     return noise / noise.norm()
+
+
+@cache
+def _tables(kernel: int, channels: int) -> tuple[Tensor, ...]:
+    """What `search` asks for."""
+    frequencies, offsets = grid(kernel)
+    angles = (frequencies.unsqueeze(1) + offsets) @ _places(2 * kernel - 1).to(frequencies).mT
+    distances = torch.stack([angles.cos(), angles.sin()], -1)
+    return tuple(x.float().contiguous() for x in (frequencies, offsets, distances, NOISE * _noise(channels)))
