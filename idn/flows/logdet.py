@@ -20,7 +20,8 @@ from torch import Tensor
 
 from idn.errors import UserError
 from idn.flows.draws import Draws
-from idn.flows.maps import Gradients, Map, Pull, channels_last, per_point
+from idn.flows.maps import Gradients, Map, Pull
+from idn.flows.rows import channels_last, per_point
 
 RULES = ("exact", "trace", "series", "roulette")
 LENGTHS = ("poisson", "geometric")

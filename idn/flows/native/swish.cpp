@@ -1,0 +1,278 @@
+// LipSwish between two products, out = r phi(a y + b): y is what the product before made, b has a number per channel,
+// and r and a are numbers of the layer. A mirrored one, CLipSwish, is r [phi(x); phi(-x)] of x = a y + b.
+//
+// Rows are pixels, or points of a vector flow, with their channels side by side: first the points, then one or more
+// groups with a tangent of each point. Their derivative is d out / d y = k phi'(x) with k = r a: the `slope`.
+// Numbers are fp32 or bf16 in memory and fp32 in between.
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+namespace {
+
+constexpr int LANES = 16;
+constexpr int64_t CHUNK = 128;  // rows whose sums are taken together: the result does not depend on the threads
+constexpr int64_t PARALLEL = 1 << 15;  // numbers below which one thread is quicker
+
+typedef float Vec __attribute__((vector_size(LANES * 4)));
+typedef uint32_t Bits __attribute__((vector_size(LANES * 4)));
+typedef uint16_t Halves __attribute__((vector_size(LANES * 2)));
+
+inline Vec load(const float* from, int lanes) {
+  Vec x{};
+  std::memcpy(&x, from, 4 * lanes);
+  return x;
+}
+
+inline Vec load(const uint16_t* from, int lanes) {
+  Halves half{};
+  std::memcpy(&half, from, 2 * lanes);
+  return (Vec)(__builtin_convertvector(half, Bits) << 16);
+}
+
+inline void store(float* to, Vec x, int lanes) { std::memcpy(to, &x, 4 * lanes); }
+
+inline void store(uint16_t* to, Vec x, int lanes) {
+  Bits bits = (Bits)x;
+  Halves half = __builtin_convertvector((bits + 0x7fff + ((bits >> 16) & 1)) >> 16, Halves);  // to the nearest, or even
+  std::memcpy(to, &half, 2 * lanes);
+}
+
+// exp(x) for |x| <= 87, to 2e-7: 2^n exp(rest), where n appears in the last bits of a number that large.
+inline Vec exponential(Vec x) {
+  const float large = 12582912.f;
+  x = x > 87.f ? Vec{} + 87.f : x < -87.f ? Vec{} - 87.f : x;
+  Vec shifted = x * 1.44269504f + large;
+  Vec n = shifted - large;
+  Vec rest = x - n * 0.693359375f + n * 2.12194440e-4f;
+  Vec tail = ((((rest * (1 / 720.f) + 1 / 120.f) * rest + 1 / 24.f) * rest + 1 / 6.f) * rest + .5f) * rest * rest;
+  return (1 + (rest + tail)) * (Vec)(((Bits)shifted << 23) + (127u << 23));
+}
+
+// Calls body(channel, lanes, known) for every vector of channels. The last one overlaps the one before, if there is
+// one: what it makes of its first `known` channels is there already, and not to be summed again.
+template <class Body>
+inline void over_channels(int channels, Body body) {
+  int c = 0;
+  for (; c + LANES <= channels; c += LANES) body(c, LANES, 0);
+  if (c == channels) return;
+  if (channels >= LANES)
+    body(channels - LANES, LANES, c - (channels - LANES));
+  else
+    body(0, channels, 0);
+}
+
+inline Vec without(Vec x, int known) {
+  const Bits lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  return lane < (uint32_t)known ? Vec{} : x;
+}
+
+template <class T>
+struct Slices {  // the same channels of several batches
+  int count;
+  T* const* starts;
+  const int64_t* strides;  // from row to row
+
+  T* at(int i, int64_t row) const { return starts[i] + row * strides[i]; }
+
+  Vec sum(int64_t row, int channel, int lanes) const {
+    Vec x = load(at(0, row) + channel, lanes);
+    for (int i = 1; i < count; i++) x += load(at(i, row) + channel, lanes);
+    return x;
+  }
+
+  void write(int64_t row, int channel, Vec x, int lanes) const {
+    for (int i = 0; i < count; i++) store(at(i, row) + channel, x, lanes);
+  }
+};
+
+struct Layer {
+  int64_t points;
+  int tangents, channels, threads;
+  const float* bias;  // may be missing
+  float beta, divisor, before, after;
+
+  template <class T>
+  Vec entering(const T* y, int64_t row, int c, int lanes) const {
+    Vec x = before * load(y + row * channels + c, lanes);
+    return bias ? x + load(bias + c, lanes) : x;
+  }
+  int64_t rows() const { return points * (1 + tangents); }
+  bool parallel() const { return threads > 1 && rows() * channels > PARALLEL; }
+};
+
+// With q = beta x and s = sigmoid(q):  phi = x s / c,  phi' = (s + q s (1 - s)) / c,  and both phi'' = beta e and
+// d phi' / d beta = x e share e = s (1 - s) (2 + q (1 - 2 s)) / c.
+struct Gate {
+  Vec s, rest;  // s and 1 - s
+
+  explicit Gate(Vec q) {
+    Vec e = exponential(-q);
+    s = 1 / (1 + e);
+    rest = e * s;
+  }
+  Gate(Vec s, Vec rest) : s(s), rest(rest) {}
+  Gate mirrored() const { return Gate(rest, s); }
+  Vec slope(Vec q) const { return s + q * s * rest; }
+  Vec bend(Vec q) const { return s * rest * (2 + q * (rest - s)); }
+};
+
+template <class T, bool mirror>
+void forward(const Layer& layer, const T* y, T* slopes, const Slices<T>& out) {
+  const int channels = layer.channels, width = mirror ? 2 * channels : channels;
+  const float value = layer.after / layer.divisor, steep = value * layer.before;
+#pragma omp parallel for num_threads(layer.threads) if (layer.parallel())
+  for (int64_t p = 0; p < layer.points; p++)
+    over_channels(channels, [&](int c, int lanes, int) {
+      Vec x = layer.entering(y, p, c, lanes), q = layer.beta * x;
+      Gate gate(q);
+      Vec slope = steep * gate.slope(q), down = -steep * gate.mirrored().slope(-q);
+      out.write(p, c, value * x * gate.s, lanes);
+      if (mirror) out.write(p, channels + c, -value * x * gate.rest, lanes);
+      if (slopes) {
+        store(slopes + p * width + c, slope, lanes);
+        if (mirror) store(slopes + p * width + channels + c, down, lanes);
+      }
+      for (int64_t row = p + layer.points; row < layer.rows(); row += layer.points) {
+        Vec tangent = load(y + row * channels + c, lanes);
+        out.write(row, c, slope * tangent, lanes);
+        if (mirror) out.write(row, channels + c, down * tangent, lanes);
+      }
+    });
+}
+
+// Of the slices' sum to what came in.
+template <class T, bool mirror>
+void pull(const Layer& layer, const T* slopes, const Slices<T>& from, T* into) {
+  const int channels = layer.channels, width = mirror ? 2 * channels : channels;
+#pragma omp parallel for num_threads(layer.threads) if (layer.parallel())
+  for (int64_t row = 0; row < layer.rows(); row++) {
+    const T* slope = slopes + row % layer.points * width;
+    over_channels(channels, [&](int c, int lanes, int) {
+      Vec x = load(slope + c, lanes) * from.sum(row, c, lanes);
+      if (mirror) x += load(slope + channels + c, lanes) * from.sum(row, channels + c, lanes);
+      store(into + row * channels + c, x, lanes);
+    });
+  }
+}
+
+// Gradients of y, of the bias (where it is asked for) and of beta, from the sum of gradients of what went out.
+template <class T, bool mirror>
+void back(const Layer& layer, const T* y, const Slices<T>& grad, T* into, float* into_bias, float* into_beta) {
+  const int channels = layer.channels;
+  const float value = layer.after / layer.divisor, steep = value * layer.before;
+  const int64_t chunks = (layer.points + CHUNK - 1) / CHUNK;
+  std::vector<float> sums(into_bias ? chunks * channels : 0);
+  std::vector<double> betas(chunks);
+#pragma omp parallel for num_threads(layer.threads) if (layer.parallel())
+  for (int64_t chunk = 0; chunk < chunks; chunk++)
+    for (int64_t p = chunk * CHUNK; p < std::min(layer.points, (chunk + 1) * CHUNK); p++) {
+      Vec beta{};
+      over_channels(channels, [&](int c, int lanes, int known) {
+        Vec x = layer.entering(y, p, c, lanes), q = layer.beta * x;
+        Gate gate(q);
+        Vec up = grad.sum(p, c, lanes), slope = steep * gate.slope(q);
+        Vec down{}, falling{}, through{};  // the mirrored half; gradient of phi' times e
+        if (mirror) down = grad.sum(p, channels + c, lanes), falling = -steep * gate.mirrored().slope(-q);
+        for (int64_t row = p + layer.points; row < layer.rows(); row += layer.points) {
+          Vec tangent = load(y + row * channels + c, lanes), gradient = grad.sum(row, c, lanes);
+          Vec result = slope * gradient;
+          if (mirror) {
+            Vec other = grad.sum(row, channels + c, lanes);
+            result += falling * other;
+            gradient += other;  // phi'(-x) bends as phi'(x) does: e is even, and -x comes with -phi'
+          }
+          through += gradient * tangent;
+          store(into + row * channels + c, result, lanes);
+        }
+        through *= steep * gate.bend(q);
+        Vec result = slope * up + (layer.beta * layer.before) * through;
+        if (mirror) result += falling * down;
+        store(into + p * channels + c, result, lanes);
+        beta += without(value * (up + down) * x * x * gate.s * gate.rest + x * through, known);
+        if (into_bias) {
+          float* sum = &sums[chunk * channels + c];
+          store(sum, load(sum, lanes) + without(result, known), lanes);
+        }
+      });
+      for (int i = 0; i < LANES; i++) betas[chunk] += beta[i];
+    }
+  if (into_bias) {
+    std::fill(into_bias, into_bias + channels, 0.f);
+    for (int64_t i = 0; i < (int64_t)sums.size(); i++) into_bias[i % channels] += sums[i] / layer.before;
+  }
+  double total = 0;
+  for (double one : betas) total += one;
+  *into_beta = total;
+}
+
+template <class T>
+void channel_sums(int64_t rows, int channels, int threads, const T* x, float* out) {
+  const int64_t chunks = (rows + CHUNK - 1) / CHUNK;
+  std::vector<float> sums(chunks * channels);
+#pragma omp parallel for num_threads(threads) if (threads > 1 && rows * channels > PARALLEL)
+  for (int64_t chunk = 0; chunk < chunks; chunk++)
+    for (int64_t row = chunk * CHUNK; row < std::min(rows, (chunk + 1) * CHUNK); row++)
+      over_channels(channels, [&](int c, int lanes, int known) {
+        float* sum = &sums[chunk * channels + c];
+        store(sum, load(sum, lanes) + without(load(x + row * channels + c, lanes), known), lanes);
+      });
+  std::fill(out, out + channels, 0.f);
+  for (int64_t i = 0; i < (int64_t)sums.size(); i++) out[i % channels] += sums[i];
+}
+
+template <class Call>
+void typed(bool low, bool mirror, Call call) {
+  if (low)
+    mirror ? call(uint16_t{}, std::true_type{}) : call(uint16_t{}, std::false_type{});
+  else
+    mirror ? call(float{}, std::true_type{}) : call(float{}, std::false_type{});
+}
+
+struct Around {  // as `swish.py` passes it
+  int32_t low, mirror, threads, tangents, channels, count;
+  int64_t points;
+  const float *bias, *beta, *before, *after;
+  float divisor;
+
+  Layer layer() const {
+    return {points, tangents, channels, threads, bias, *beta, divisor, before ? *before : 1, after ? *after : 1};
+  }
+};
+
+}  // namespace
+
+extern "C" {
+
+void swish_forward(const Around* f, const void* y, void* slopes, void* const* outs, const int64_t* strides) {
+  typed(f->low, f->mirror, [&](auto type, auto mirror) {
+    using T = decltype(type);
+    forward<T, mirror.value>(f->layer(), (const T*)y, (T*)slopes, Slices<T>{f->count, (T* const*)outs, strides});
+  });
+}
+
+void swish_pull(const Around* f, const void* slopes, void* const* from, const int64_t* strides, void* into) {
+  typed(f->low, f->mirror, [&](auto type, auto mirror) {
+    using T = decltype(type);
+    pull<T, mirror.value>(f->layer(), (const T*)slopes, Slices<T>{f->count, (T* const*)from, strides}, (T*)into);
+  });
+}
+
+void swish_back(const Around* f, const void* y, void* const* grads, const int64_t* strides, void* into,
+                float* into_bias, float* into_beta) {
+  typed(f->low, f->mirror, [&](auto type, auto mirror) {
+    using T = decltype(type);
+    Slices<T> slices{f->count, (T* const*)grads, strides};
+    back<T, mirror.value>(f->layer(), (const T*)y, slices, (T*)into, into_bias, into_beta);
+  });
+}
+
+void sums_of_channels(int low, int64_t rows, int channels, int threads, const void* x, float* out) {
+  if (low)
+    channel_sums(rows, channels, threads, (const uint16_t*)x, out);
+  else
+    channel_sums(rows, channels, threads, (const float*)x, out);
+}
+}
