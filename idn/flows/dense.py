@@ -15,8 +15,7 @@ from torch import Tensor
 
 from idn.flows.features import Feature, SlicesPull, feature_of
 from idn.flows.maps import Affine, Gradients, Map, Run, Weights
-from idn.flows.rows import empty_rows, wide
-from idn.flows.swish import summed
+from idn.flows.rows import empty_rows, gathered, wide
 
 FEW = 8
 """Channels that come in are few where so many times as many come out."""
@@ -143,5 +142,4 @@ class DenseNet(Map):
     def _into_rows(self, into: list[Tensor], passed: Tensor) -> Tensor:
         """What all maps give back to x: the first one directly, the others to x times what it has passed."""
         *later, first = into
-        width = first.shape[1]
-        return (wide(first) + passed * wide(summed(later, 0, width))).to(first.dtype)
+        return gathered(first, later, passed)

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from idn.flows.activations import LipSwish, Mirror
 from idn.flows.maps import Chain, Gradients, Map, Run
-from idn.flows.rows import along_channels, over_points, wide
-from idn.flows.swish import Swish, copy_channels, summed
+from idn.flows.rows import along_channels, over_points, summed, wide
+from idn.flows.swish import Swish, copy_channels
 
 SlicesPull = Callable[[Sequence[Tensor], int], Tensor]
 """J^T u, where u is the sum of some tensors' channels from a certain one on."""

@@ -5,7 +5,9 @@ with a row per pixel, and channels of it are columns.
 """
 
 import ctypes
+from collections.abc import Sequence
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -77,6 +79,32 @@ def widened_sum(x: Tensor, dims: list[int], dtype: torch.dtype) -> Tensor:
     return x.sum(dims, dtype=dtype)
 
 
+def summed(sources: Sequence[Tensor], start: int, width: int) -> Tensor:
+    """The sum of so many channels of each source."""
+    total = sources[0][:, start : start + width]
+    for source in sources[1:]:
+        total = total + source[:, start : start + width]
+    return total
+
+
+def gathered(first: Tensor, others: Sequence[Tensor], number: Tensor) -> Tensor:
+    """`first` and a number times the sum of the others' first channels, in fp32 at least."""
+    kernel, channels = row_kernel(first, *others), first.shape[1]
+    if kernel is None:
+        return wide(first) + number * wide(summed(others, 0, channels))
+    out = torch.empty_like(first, dtype=torch.float32)
+    low, rows, count = first.dtype == torch.bfloat16, first.numel() // channels, len(others)
+    given = *addresses(others), number.data_ptr(), first.data_ptr()
+    kernel.gather_channels(low, rows, channels, count, *given, out.data_ptr())
+    return out
+
+
+def addresses(tensors: Sequence[Tensor], start: int = 0) -> tuple[Any, Any]:
+    """Where a channel of each tensor begins, and how far it is from row to row."""
+    starts = [x.data_ptr() + start * x.element_size() for x in tensors]
+    return (ctypes.c_void_p * len(starts))(*starts), (ctypes.c_int64 * len(starts))(*[x.shape[1] for x in tensors])
+
+
 def row_kernel(first: Tensor, *others: Tensor) -> ctypes.CDLL | None:
     """The kernels for rows (`native/swish.cpp`), where they are on, can be had and know how to read these tensors."""
     if not is_fusing() or first.device.type != "cpu" or first.dtype not in (torch.float32, torch.bfloat16):
@@ -99,5 +127,7 @@ def _library() -> ctypes.CDLL | None:
         kernel.swish_forward.argtypes = [pointer] * 5
         kernel.swish_pull.argtypes = [pointer] * 5
         kernel.swish_back.argtypes = [pointer] * 7
-        kernel.sums_of_channels.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int, ctypes.c_int, pointer, pointer]
+        sizes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int, ctypes.c_int]
+        kernel.gather_channels.argtypes = [*sizes, *[pointer] * 5]
+        kernel.sums_of_channels.argtypes = [*sizes, *[pointer] * 2]
     return kernel

@@ -14,7 +14,17 @@ import torch
 from torch import Tensor
 
 from idn.flows.fuse import fused
-from idn.flows.rows import along_channels, empty_rows, over_points, overlap, per_point, row_kernel, wide
+from idn.flows.rows import (
+    addresses,
+    along_channels,
+    empty_rows,
+    over_points,
+    overlap,
+    per_point,
+    row_kernel,
+    summed,
+    wide,
+)
 
 
 @dataclass(frozen=True)
@@ -46,7 +56,7 @@ class Swish:
             copy_channels(rows, into, start)
             return slope
         slope = self._wider(y[:n])
-        kernel.swish_forward(self._call(y, n, into), y.data_ptr(), slope.data_ptr(), *_channels(into, start))
+        kernel.swish_forward(self._call(y, n, into), y.data_ptr(), slope.data_ptr(), *addresses(into, start))
         return slope
 
     def write(self, y: Tensor, n: int, into: Sequence[Tensor], start: int = 0) -> None:
@@ -55,7 +65,7 @@ class Swish:
         if kernel is None:
             copy_channels(lipswish_rows(y, n, *self._numbers())[0], into, start)
         else:
-            kernel.swish_forward(self._call(y, n, into), y.data_ptr(), None, *_channels(into, start))
+            kernel.swish_forward(self._call(y, n, into), y.data_ptr(), None, *addresses(into, start))
 
     def pull(self, slope: Tensor, sources: Sequence[Tensor], start: int = 0) -> Tensor:
         """J^T u, where u is the sum of the sources' channels from `start` on."""
@@ -64,7 +74,7 @@ class Swish:
             return pull_rows(summed(sources, start, slope.shape[1]), slope, self.mirrored)
         into = empty_rows(len(sources[0]), slope.shape[1] // (1 + self.mirrored), slope)
         call = self._call(into, len(slope), sources)
-        kernel.swish_pull(call, slope.data_ptr(), *_channels(sources, start), into.data_ptr())
+        kernel.swish_pull(call, slope.data_ptr(), *addresses(sources, start), into.data_ptr())
         return into
 
     def back(
@@ -77,7 +87,7 @@ class Swish:
             return lipswish_rows_back(y, grad, n, *self._numbers())
         into, into_beta = torch.empty_like(y), torch.empty(())
         into_bias = None if self.bias is None else torch.empty(y.shape[1])
-        given = y.data_ptr(), *_channels(sources, start)
+        given = y.data_ptr(), *addresses(sources, start)
         found = into.data_ptr(), _address(into_bias), into_beta.data_ptr()
         kernel.swish_back(self._call(y, n, sources), *given, *found)
         return into, into_bias, into_beta
@@ -120,21 +130,6 @@ class _Call(ctypes.Structure):
 
 def _address(x: Tensor | None) -> int | None:
     return None if x is None else x.data_ptr()
-
-
-def _channels(
-    tensors: Sequence[Tensor], start: int
-) -> tuple[ctypes.Array[ctypes.c_void_p], ctypes.Array[ctypes.c_int64]]:
-    """Where a channel of each tensor begins, and how far it is from row to row."""
-    starts = [x.data_ptr() + start * x.element_size() for x in tensors]
-    return (ctypes.c_void_p * len(starts))(*starts), (ctypes.c_int64 * len(starts))(*[x.shape[1] for x in tensors])
-
-
-def summed(sources: Sequence[Tensor], start: int, width: int) -> Tensor:
-    total = sources[0][:, start : start + width]
-    for source in sources[1:]:
-        total = total + source[:, start : start + width]
-    return total
 
 
 def copy_channels(rows: Tensor, into: Sequence[Tensor], start: int) -> None:

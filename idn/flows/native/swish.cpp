@@ -9,6 +9,9 @@
 #include <cstdint>
 #include <cstring>
 #include <vector>
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
 
 namespace {
 
@@ -35,9 +38,22 @@ inline Vec load(const uint16_t* from, int lanes) {
 inline void store(float* to, Vec x, int lanes) { std::memcpy(to, &x, 4 * lanes); }
 
 inline void store(uint16_t* to, Vec x, int lanes) {
+#ifdef __AVX512BF16__
+  auto half = _mm512_cvtneps_pbh((__m512)x);
+#else
   Bits bits = (Bits)x;
   Halves half = __builtin_convertvector((bits + 0x7fff + ((bits >> 16) & 1)) >> 16, Halves);  // to the nearest, or even
+#endif
   std::memcpy(to, &half, 2 * lanes);
+}
+
+inline float read(float x) { return x; }
+
+inline float read(uint16_t x) {
+  uint32_t bits = (uint32_t)x << 16;
+  float wide;
+  std::memcpy(&wide, &bits, 4);
+  return wide;
 }
 
 // exp(x) for |x| <= 87, to 2e-7: 2^n exp(rest), where n appears in the last bits of a number that large.
@@ -223,6 +239,17 @@ void channel_sums(int64_t rows, int channels, int threads, const T* x, float* ou
   for (int64_t i = 0; i < (int64_t)sums.size(); i++) out[i % channels] += sums[i];
 }
 
+// The slices' sum times a number, with what is in `first`.
+template <class T>
+void gather(int64_t rows, int channels, const Slices<T>& from, float number, const T* first, float* out) {
+  for (int64_t row = 0; row < rows; row++)
+    for (int c = 0; c < channels; c++) {
+      float sum = 0;
+      for (int i = 0; i < from.count; i++) sum += read(from.at(i, row)[c]);
+      out[row * channels + c] = read(first[row * channels + c]) + number * sum;
+    }
+}
+
 template <class Call>
 void typed(bool low, bool mirror, Call call) {
   if (low)
@@ -267,6 +294,15 @@ void swish_back(const Around* f, const void* y, void* const* grads, const int64_
     Slices<T> slices{f->count, (T* const*)grads, strides};
     back<T, mirror.value>(f->layer(), (const T*)y, slices, (T*)into, into_bias, into_beta);
   });
+}
+
+void gather_channels(int low, int64_t rows, int channels, int count, void* const* from, const int64_t* strides,
+                     const float* number, const void* first, float* out) {
+  if (low)
+    gather(rows, channels, Slices<uint16_t>{count, (uint16_t* const*)from, strides}, *number, (const uint16_t*)first,
+           out);
+  else
+    gather(rows, channels, Slices<float>{count, (float* const*)from, strides}, *number, (const float*)first, out);
 }
 
 void sums_of_channels(int low, int64_t rows, int channels, int threads, const void* x, float* out) {
