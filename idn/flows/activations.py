@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from idn.errors import UserError
 from idn.flows.maps import Chain, Gradients, Map, Run
 from idn.flows.rows import overlap, per_point, wide
+from idn.flows.slices import Slices
 from idn.flows.swish import Swish
 
 LIPSWISH_SLOPE = 1.1
@@ -121,8 +122,8 @@ class LipSwish(Map):
         out, slope = swish.rows(rows, n)
 
         def back(grad: Tensor) -> tuple[Tensor, Gradients]:
-            into, _, into_beta = swish.back(rows, n, [grad])
-            return into, [into_beta.view_as(self.beta)]
+            found = swish.back(rows, n, Slices([grad]))
+            return found.y, [found.beta.view_as(self.beta)]
 
         return Run(out, lambda u: per_point(u, slope), back)
 

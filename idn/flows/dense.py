@@ -7,7 +7,7 @@ larger by one number, 1 / (a_i ... a_last), which the activation behind it takes
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -15,7 +15,9 @@ from torch import Tensor
 
 from idn.flows.features import Feature, SlicesPull, feature_of
 from idn.flows.maps import Affine, Gradients, Map, Run, Weights
-from idn.flows.rows import empty_rows, gathered, wide
+from idn.flows.rows import channels_last, empty_rows, gathered, over_points, wide
+from idn.flows.slices import Ending, Slices
+from idn.flows.swish import NARROW
 
 FEW = 8
 """Channels that come in are few where so many times as many come out."""
@@ -42,7 +44,6 @@ class Concatenate(Weights):
 class Step(NamedTuple):
     """A dense layer as it is computed."""
 
-    layer: Concatenate
     affine: Affine
     feature: Feature
     start: int
@@ -53,6 +54,8 @@ class Made(NamedTuple):
     """What each affine map reads, what it made, and the derivatives of the activations behind."""
 
     reads: list[Tensor]
+    by_front: Tensor
+    """What `DenseNet.front` reads."""
     entered: list[Tensor]
     pulls: list[SlicesPull]
 
@@ -82,13 +85,15 @@ class DenseNet(Map):
             after, passed = layer.b * passed, layer.a * passed
             before = None if layer is self.layers[0] else 1 / passed  # the first map reads x itself
             feature = feature_of(layer.phi, layer.affine.bias, before, after)
-            steps.append(Step(layer, layer.affine, feature, layer.affine.inputs))
+            steps.append(Step(layer.affine, feature, layer.affine.inputs))
         return steps[::-1], passed
 
     def run(self, rows: Tensor, n: int) -> Run:
         steps, passed = self.steps()
-        made = self._make(rows, n)
+        ending = self._ending(empty_rows(len(rows), len(self.last.weight), wide(rows)).zero_()) if self.narrow else None
+        made = self._make(rows, n, ending)
         pulls = made.pulls
+        out = self.front.tangents(made.by_front, n)
         # Of images only what entered the activations is kept: the features, as much again, are quickly made from it.
         # What was made of few channels is quickly made again, too.
         kept = made if rows.dim() == 2 else None
@@ -97,49 +102,84 @@ class DenseNet(Map):
         ]
 
         def pull(u: Tensor) -> Tensor:
-            into = [self.last.transposed(u)]
+            into, ending = [self.front.transposed(u)], self._ending(u)
             for step, pull_feature in zip(reversed(steps), reversed(pulls), strict=True):
-                into.append(step.affine.transposed(pull_feature(into, step.start)))
-            return self._into_rows(into, passed)
+                sources = Slices(into[self.narrow :], step.start, ending)
+                into.append(step.affine.transposed(pull_feature(sources)))
+            return gathered(into[-1], into[:-1], passed)
 
         def back(grad: Tensor) -> tuple[Tensor, Gradients]:
-            reads, entering, _ = kept or self._make(rows, n, entered)
+            reads, by_front, entering, _ = kept or self._make(rows, n, None, entered)
             reads = list(reads)
-            found = self.last.gradients(reads[-1], grad, n)
-            into, into_channels = [self.last.transposed(grad)], self.last.along_weight(found[0])
-            for i, (layer, affine, feature, start) in reversed(list(enumerate(steps))):
+            into, ending = [self.front.transposed(grad)], self._ending(grad)
+            into_last = [self.front.into_weight(by_front, grad)]
+            del by_front
+            into_weights: list[Tensor] = []
+            into_features: list[Gradients] = []
+            for i, step in reversed(list(enumerate(steps))):
                 del reads[i + 1 :]  # each is large
-                inner, into_feature = feature.back(entering[i], n, into, start)
-                into_weight = affine.into_weight(reads[i], inner)
-                into_a = (into_channels[:start].sum() / layer.a).view_as(layer.a)
-                into_b = (into_channels[start:].sum() / layer.b).view_as(layer.b)
-                found = [into_weight, *into_feature, into_a, into_b, *found]
-                into_channels = into_channels[:start] + affine.along_weight(into_weight)
-                into.append(affine.transposed(inner))
-            return self._into_rows(into, passed), found
+                sources = Slices(into[self.narrow :], step.start, ending)
+                inner, into_feature, into_ending = step.feature.back(entering[i], n, sources)
+                into.append(step.affine.transposed(inner))
+                into_weights.insert(0, step.affine.into_weight(reads[i], inner))
+                into_features.insert(0, into_feature)
+                if into_ending is not None:
+                    into_last.insert(1, into_ending.to(grad.dtype)[:, :, None, None])
+            into_weights.append(torch.cat(into_last, 1))
+            found: Gradients = []
+            for into_weight, into_feature, into_factors in zip(
+                into_weights[:-1], into_features, self._into_factors(into_weights), strict=True
+            ):
+                found += [into_weight, *into_feature, *into_factors]
+            found += [into_weights[-1], over_points(grad[:n], self.last.bias.dtype)]
+            # What all maps give back to x: the first one directly, the others to x times what it has passed.
+            return gathered(into[-1], into[:-1], passed), found
 
-        return Run(self.last.tangents(made.reads[-1], n), pull, back)
+        return Run(out if ending is None else ending.rows.add_(out), pull, back)
 
-    def _make(self, rows: Tensor, n: int, entered: Sequence[Tensor | None] | None = None) -> Made:
+    @property
+    def narrow(self) -> bool:
+        """Whether the last map makes few channels of each pixel: features are better multiplied as they come."""
+        return self.last.padding == 0 and len(self.last.weight) <= NARROW
+
+    @property
+    def front(self) -> Affine:
+        """The last map, or, if it is narrow, what it does to x itself."""
+        if not self.narrow:
+            return self.last
+        return replace(self.last, weight=self.last.weight[:, : self.layers[0].affine.inputs])
+
+    def _ending(self, rows: Tensor) -> Ending | None:
+        return Ending(self.last.weight.flatten(1), channels_last(rows)) if self.narrow else None
+
+    def _make(
+        self, rows: Tensor, n: int, ending: Ending | None, entered: Sequence[Tensor | None] | None = None
+    ) -> Made:
         """The features of the rows; a second time from what entered the activations at first, as far as it is kept."""
         steps, passed = self.steps()
-        affines = [*(step.affine for step in steps[1:]), self.last]
-        reads = [rows, *(empty_rows(len(rows), affine.inputs, rows) for affine in affines)]
+        widths = [step.start for step in steps[1:]] + ([] if self.narrow else [self.last.inputs])
+        reads = [rows, *(empty_rows(len(rows), width, rows) for width in widths)]
         scaled = (wide(rows) * passed).to(rows.dtype)
         for later in reads[1:]:
             later[:, : steps[0].start] = scaled
-        made = Made(reads, [], [])
-        for i, (_, affine, feature, start) in enumerate(steps):
+        made = Made(reads, scaled if self.narrow else reads[-1], [], [])
+        for i, (affine, feature, start) in enumerate(steps):
             known = entered[i] if entered else None
             y = affine.product(reads[i]) if known is None else known
+            into = Slices(reads[i + 1 :], start, ending)
             if entered is None:
-                made.pulls.append(feature.make(y, n, reads[i + 1 :], start))
-            else:
-                feature.write(y, n, reads[i + 1 :], start)
+                made.pulls.append(feature.make(y, n, into))
+            elif into.tensors:
+                feature.write(y, n, into)
             made.entered.append(y)
         return made
 
-    def _into_rows(self, into: list[Tensor], passed: Tensor) -> Tensor:
-        """What all maps give back to x: the first one directly, the others to x times what it has passed."""
-        *later, first = into
-        return gathered(first, later, passed)
+    def _into_factors(self, into_weights: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+        """Gradients of a and b of each layer. What they multiply are columns of all weights of later maps."""
+        found: list[tuple[Tensor, Tensor]] = []
+        into_channels = self.last.along_weight(into_weights[-1])
+        for layer, into_weight in zip(reversed(self.layers), reversed(into_weights[:-1]), strict=True):
+            passing, new = into_channels[: layer.affine.inputs], into_channels[layer.affine.inputs :]
+            found.insert(0, ((passing.sum() / layer.a).view_as(layer.a), (new.sum() / layer.b).view_as(layer.b)))
+            into_channels = passing + layer.affine.along_weight(into_weight)
+        return found

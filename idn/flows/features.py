@@ -1,51 +1,60 @@
 """What a dense layer adds to the features, r phi(a y + b), for any activation: y is what its product made."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
 from idn.flows.activations import LipSwish, Mirror
 from idn.flows.maps import Chain, Gradients, Map, Run
-from idn.flows.rows import along_channels, over_points, summed, wide
-from idn.flows.swish import Swish, copy_channels
+from idn.flows.rows import along_channels, over_points, wide
+from idn.flows.slices import Slices
+from idn.flows.swish import Swish
 
-SlicesPull = Callable[[Sequence[Tensor], int], Tensor]
-"""J^T u, where u is the sum of some tensors' channels from a certain one on."""
+SlicesPull = Callable[[Slices], Tensor]
+"""J^T u, where u is what the slices hold."""
+
+
+class FeatureGradients(NamedTuple):
+    y: Tensor
+    tensors: Gradients
+    """Of the bias and of the activation."""
+    ending: Tensor | None
 
 
 class Feature(ABC):
-    """r phi(a y + b), written to channels of the tensors that read it."""
+    """r phi(a y + b)."""
 
     @abstractmethod
-    def make(self, y: Tensor, n: int, into: Sequence[Tensor], start: int) -> SlicesPull:
-        """Writes the rows for y to the channels from `start` on."""
+    def make(self, y: Tensor, n: int, into: Slices) -> SlicesPull:
+        """Writes the rows for y."""
 
     @abstractmethod
-    def write(self, y: Tensor, n: int, into: Sequence[Tensor], start: int) -> None:
+    def write(self, y: Tensor, n: int, into: Slices) -> None:
         """The same, where no pull is wanted."""
 
     @abstractmethod
-    def back(self, y: Tensor, n: int, sources: Sequence[Tensor], start: int) -> tuple[Tensor, Gradients]:
-        """Gradients of y, and of bias and activation, where that of the rows is the sum of the sources' channels."""
+    def back(self, y: Tensor, n: int, sources: Slices) -> FeatureGradients:
+        """Gradients, where the sources hold that of the rows."""
 
 
 @dataclass(frozen=True)
 class SwishFeature(Feature):
     swish: Swish
 
-    def make(self, y: Tensor, n: int, into: Sequence[Tensor], start: int) -> SlicesPull:
-        slope = self.swish.write_with_slope(y, n, into, start)
-        return lambda sources, start: self.swish.pull(slope, sources, start)
+    def make(self, y: Tensor, n: int, into: Slices) -> SlicesPull:
+        slope = self.swish.write_with_slope(y, n, into)
+        return lambda sources: self.swish.pull(slope, sources)
 
-    def write(self, y: Tensor, n: int, into: Sequence[Tensor], start: int) -> None:
-        self.swish.write(y, n, into, start)
+    def write(self, y: Tensor, n: int, into: Slices) -> None:
+        self.swish.write(y, n, into)
 
-    def back(self, y: Tensor, n: int, sources: Sequence[Tensor], start: int) -> tuple[Tensor, Gradients]:
-        inner, into_bias, into_beta = self.swish.back(y, n, sources, start)
-        assert into_bias is not None
-        return inner, [into_bias, into_beta.view_as(self.swish.beta)]
+    def back(self, y: Tensor, n: int, sources: Slices) -> FeatureGradients:
+        found = self.swish.back(y, n, sources)
+        assert found.bias is not None
+        return FeatureGradients(found.y, [found.bias, found.beta.view_as(self.swish.beta)], found.ending)
 
 
 @dataclass(frozen=True)
@@ -57,27 +66,26 @@ class AnyFeature(Feature):
     before: Tensor | None
     after: Tensor
 
-    def make(self, y: Tensor, n: int, into: Sequence[Tensor], start: int) -> SlicesPull:
+    def make(self, y: Tensor, n: int, into: Slices) -> SlicesPull:
         run = self._run(y, n)
-        copy_channels(_times(run.rows, self.after), into, start)
+        into.write(_times(run.rows, self.after))
         width = run.rows.shape[1]
-        return lambda sources, start: _times(run.pull(self._leaving(sources, start, width)), self.before)
+        return lambda sources: _times(run.pull(_times(sources.read(width), self.after)), self.before)
 
-    def write(self, y: Tensor, n: int, into: Sequence[Tensor], start: int) -> None:
-        self.make(y, n, into, start)
+    def write(self, y: Tensor, n: int, into: Slices) -> None:
+        self.make(y, n, into)
 
-    def back(self, y: Tensor, n: int, sources: Sequence[Tensor], start: int) -> tuple[Tensor, Gradients]:
+    def back(self, y: Tensor, n: int, sources: Slices) -> FeatureGradients:
         run = self._run(y, n)
-        into, found = run.back(self._leaving(sources, start, run.rows.shape[1]))
-        return _times(into, self.before), [over_points(into[:n], self.bias.dtype), *found]
+        into, found = run.back(_times(sources.read(run.rows.shape[1]), self.after))
+        into_ending = sources.into_ending(_times(run.rows, self.after))
+        tensors = [over_points(into[:n], self.bias.dtype), *found]
+        return FeatureGradients(_times(into, self.before), tensors, into_ending)
 
     def _run(self, y: Tensor, n: int) -> Run:
         x = wide(y).clone() if self.before is None else wide(y) * self.before
         x[:n] += along_channels(self.bias, x)
         return self.phi.run(x.to(y.dtype), n)
-
-    def _leaving(self, sources: Sequence[Tensor], start: int, width: int) -> Tensor:
-        return _times(summed(sources, start, width), self.after)
 
 
 def _times(x: Tensor, number: Tensor | None) -> Tensor:

@@ -124,8 +124,8 @@ def _packed(x: Tensor) -> bool:
 def _library() -> ctypes.CDLL | None:
     kernel, pointer = kernel_library("swish"), ctypes.c_void_p
     if kernel is not None:
-        kernel.swish_forward.argtypes = [pointer] * 5
-        kernel.swish_pull.argtypes = [pointer] * 5
+        kernel.swish_forward.argtypes = [pointer] * 4
+        kernel.swish_pull.argtypes = [pointer] * 4
         kernel.swish_back.argtypes = [pointer] * 7
         sizes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int, ctypes.c_int]
         kernel.gather_channels.argtypes = [*sizes, *[pointer] * 5]

@@ -6,9 +6,8 @@ channels of what those products give back. CPUs do both within the activation, b
 """
 
 import ctypes
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,9 +21,20 @@ from idn.flows.rows import (
     overlap,
     per_point,
     row_kernel,
-    summed,
     wide,
 )
+from idn.flows.slices import Slices
+
+NARROW = 4
+"""Most channels of an ending."""
+
+
+class SwishGradients(NamedTuple):
+    y: Tensor
+    bias: Tensor | None
+    beta: Tensor
+    ending: Tensor | None
+    """Of the columns of the ending's weight, where there is one."""
 
 
 @dataclass(frozen=True)
@@ -46,51 +56,51 @@ class Swish:
         if row_kernel(y) is None:
             return lipswish_rows(y, n, *self._numbers())
         out = self._wider(y)
-        return out, self.write_with_slope(y, n, [out])
+        return out, self.write_with_slope(y, n, Slices([out]))
 
-    def write_with_slope(self, y: Tensor, n: int, into: Sequence[Tensor], start: int = 0) -> Tensor:
-        """Writes what goes out to the channels from `start` on; returns the slope."""
-        kernel = row_kernel(y, *into)
+    def write_with_slope(self, y: Tensor, n: int, into: Slices) -> Tensor:
+        """Writes what goes out; returns the slope."""
+        kernel = _kernel(y, into)
         if kernel is None:
             rows, slope = lipswish_rows(y, n, *self._numbers())
-            copy_channels(rows, into, start)
+            into.write(rows)
             return slope
         slope = self._wider(y[:n])
-        kernel.swish_forward(self._call(y, n, into), y.data_ptr(), slope.data_ptr(), *addresses(into, start))
+        kernel.swish_forward(self._call(y, n, into), y.data_ptr(), slope.data_ptr(), _end(into))
         return slope
 
-    def write(self, y: Tensor, n: int, into: Sequence[Tensor], start: int = 0) -> None:
+    def write(self, y: Tensor, n: int, into: Slices) -> None:
         """The same without the slope."""
-        kernel = row_kernel(y, *into)
+        kernel = _kernel(y, into)
         if kernel is None:
-            copy_channels(lipswish_rows(y, n, *self._numbers())[0], into, start)
+            into.write(lipswish_rows(y, n, *self._numbers())[0])
         else:
-            kernel.swish_forward(self._call(y, n, into), y.data_ptr(), None, *addresses(into, start))
+            kernel.swish_forward(self._call(y, n, into), y.data_ptr(), None, _end(into))
 
-    def pull(self, slope: Tensor, sources: Sequence[Tensor], start: int = 0) -> Tensor:
-        """J^T u, where u is the sum of the sources' channels from `start` on."""
-        kernel = row_kernel(slope, *sources)
+    def pull(self, slope: Tensor, sources: Slices) -> Tensor:
+        """J^T u, where u is what the sources hold."""
+        kernel = _kernel(slope, sources)
         if kernel is None:
-            return pull_rows(summed(sources, start, slope.shape[1]), slope, self.mirrored)
-        into = empty_rows(len(sources[0]), slope.shape[1] // (1 + self.mirrored), slope)
-        call = self._call(into, len(slope), sources)
-        kernel.swish_pull(call, slope.data_ptr(), *addresses(sources, start), into.data_ptr())
+            return pull_rows(sources.read(slope.shape[1]), slope, self.mirrored)
+        rows = len(sources.tensors[0] if sources.tensors else sources.ending.rows)  # type: ignore[union-attr]
+        into = empty_rows(rows, slope.shape[1] // (1 + self.mirrored), slope)
+        kernel.swish_pull(self._call(into, len(slope), sources), slope.data_ptr(), _end(sources), into.data_ptr())
         return into
 
-    def back(
-        self, y: Tensor, n: int, sources: Sequence[Tensor], start: int = 0
-    ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Gradients of y, of the bias and of beta, where the sum of the sources' channels is that of what went out."""
-        kernel = row_kernel(y, *sources)
+    def back(self, y: Tensor, n: int, sources: Slices) -> SwishGradients:
+        """Gradients, where the sources hold that of what went out."""
+        kernel = _kernel(y, sources)
+        width = y.shape[1] * (1 + self.mirrored)
         if kernel is None:
-            grad = summed(sources, start, y.shape[1] * (1 + self.mirrored))
-            return lipswish_rows_back(y, grad, n, *self._numbers())
+            found = lipswish_rows_back(y, sources.read(width), n, *self._numbers())
+            rows = None if sources.ending is None else lipswish_rows(y, n, *self._numbers())[0]
+            return SwishGradients(*found, None if rows is None else sources.into_ending(rows))
         into, into_beta = torch.empty_like(y), torch.empty(())
         into_bias = None if self.bias is None else torch.empty(y.shape[1])
-        given = y.data_ptr(), *addresses(sources, start)
-        found = into.data_ptr(), _address(into_bias), into_beta.data_ptr()
-        kernel.swish_back(self._call(y, n, sources), *given, *found)
-        return into, into_bias, into_beta
+        into_end = None if sources.ending is None else torch.empty(len(sources.ending.weight), width)
+        results = into.data_ptr(), _address(into_bias), into_beta.data_ptr(), _address(into_end)
+        kernel.swish_back(self._call(y, n, sources), y.data_ptr(), _end(sources), *results)
+        return SwishGradients(into, into_bias, into_beta, into_end)
 
     def _numbers(self) -> tuple[Tensor, float, bool, Tensor | None, Tensor | None, Tensor | None]:
         return self.beta, self.divisor, self.mirrored, self.before, self.bias, self.after
@@ -98,22 +108,29 @@ class Swish:
     def _wider(self, y: Tensor) -> Tensor:
         return empty_rows(len(y), y.shape[1] * (1 + self.mirrored), y)
 
-    def _call(self, rows: Tensor, n: int, slices: Sequence[Tensor]) -> Any:
-        channels = rows.shape[1]
+    def _call(self, rows: Tensor, n: int, slices: Slices) -> Any:
+        channels, end = rows.shape[1], slices.ending
+        starts, strides = addresses(slices.tensors, slices.start)
         call = _Call(
             low=rows.dtype == torch.bfloat16,
             mirror=self.mirrored,
             threads=torch.get_num_threads(),
             tangents=len(rows) // n - 1,
             channels=channels,
-            count=len(slices),
+            count=len(slices.tensors),
+            ends=0 if end is None else len(end.weight),
             points=n * (rows[0].numel() // channels),
+            end_stride=0 if end is None else end.weight.shape[1],
             bias=_address(self.bias),
             beta=_address(self.beta),
             before=_address(self.before),
             after=_address(self.after),
+            end=None if end is None else end.weight.data_ptr() + slices.start * end.weight.element_size(),
+            slices=ctypes.cast(starts, ctypes.c_void_p),
+            strides=ctypes.cast(strides, ctypes.c_void_p),
             divisor=self.divisor,
         )
+        call.kept = starts, strides
         return ctypes.byref(call)
 
 
@@ -121,20 +138,28 @@ class _Call(ctypes.Structure):
     """`Around` of the kernel."""
 
     _fields_ = (
-        *((name, ctypes.c_int32) for name in ("low", "mirror", "threads", "tangents", "channels", "count")),
-        ("points", ctypes.c_int64),
-        *((name, ctypes.c_void_p) for name in ("bias", "beta", "before", "after")),
+        *((name, ctypes.c_int32) for name in ("low", "mirror", "threads", "tangents", "channels", "count", "ends")),
+        *((name, ctypes.c_int64) for name in ("points", "end_stride")),
+        *((name, ctypes.c_void_p) for name in ("bias", "beta", "before", "after", "end", "slices", "strides")),
         ("divisor", ctypes.c_float),
     )
 
 
+def _kernel(rows: Tensor, slices: Slices) -> ctypes.CDLL | None:
+    if slices.ending is None:
+        return row_kernel(rows, *slices.tensors)
+    # What goes out is summed in fp32.
+    weight, ends = slices.ending
+    same = ends.dtype in (weight.dtype, torch.float32) and len(weight) <= NARROW and weight.dtype == rows.dtype
+    return row_kernel(rows, *slices.tensors) if same and row_kernel(ends) and row_kernel(weight) else None
+
+
+def _end(slices: Slices) -> int | None:
+    return None if slices.ending is None else slices.ending.rows.data_ptr()
+
+
 def _address(x: Tensor | None) -> int | None:
     return None if x is None else x.data_ptr()
-
-
-def copy_channels(rows: Tensor, into: Sequence[Tensor], start: int) -> None:
-    for one in into:
-        one[:, start : start + rows.shape[1]] = rows
 
 
 Number = Tensor | None

@@ -7,6 +7,7 @@ import torch
 
 from idn.flows.fuse import fuse
 from idn.flows.rows import channels_last, empty_rows, over_points, row_kernel
+from idn.flows.slices import Ending, Slices
 from idn.flows.swish import Swish
 
 SHAPES = [(3,), (16,), (37,), (5, 4, 4), (44, 4, 4), (1, 4, 4)]
@@ -31,16 +32,21 @@ def random_rows(n: int, shape, dtype) -> torch.Tensor:
     return channels_last(3 * torch.randn(n, *shape)).to(dtype)
 
 
-def everything(swish: Swish, n: int, groups: int, shape, dtype):
+def everything(swish: Swish, n: int, groups: int, shape, dtype, ends: int):
     torch.manual_seed(0)
     y, width = random_rows(n * (1 + groups), shape, dtype), shape[0] * (1 + swish.mirrored)
     into = [empty_rows(len(y), START + width + more, y).zero_() for more in (0, 3)]
-    slope = swish.write_with_slope(y, n, into, START)
     again = [torch.zeros_like(one) for one in into]
-    swish.write(y, n, again, START)
-    sources = [random_rows(len(y), (START + width + more, *shape[1:]), dtype) for more in (0, 5)]
-    pulled = swish.pull(slope, sources, START)
-    return [*into, *again, *swish.rows(y, n), pulled, *swish.back(y, n, sources, START)]
+    gradients = [random_rows(len(y), (START + width + more, *shape[1:]), dtype) for more in (0, 5)]
+    weight, u = torch.randn(ends, START + width).to(dtype), random_rows(len(y), (ends, *shape[1:]), dtype)
+    out = torch.zeros_like(u, dtype=torch.float32)
+    ending = (lambda rows: Ending(weight, rows)) if ends else lambda _: None
+    slope = swish.write_with_slope(y, n, Slices(into, START, ending(out)))
+    swish.write(y, n, Slices(again, START))
+    sources = Slices(gradients[: 1 if ends else 2], START, ending(u))
+    found = swish.back(y, n, sources)
+    entries = [*into, *again, out, *swish.rows(y, n), swish.pull(slope, sources), found.y]
+    return entries, [found.bias, found.beta, *([found.ending.float()] if ends else [])]
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
@@ -51,15 +57,16 @@ def everything(swish: Swish, n: int, groups: int, shape, dtype):
 def test_the_kernel_equals_torch(kernels, shape, groups, mirrored, dtype):
     swish = make(shape[0], mirrored)
     assert row_kernel(random_rows(2, shape, dtype)) is not None
-    fast = everything(swish, 300 if len(shape) == 1 else 6, groups, shape, dtype)
+    case = (300, groups, shape, dtype, 0) if len(shape) == 1 else (6, groups, shape, dtype, 3 if mirrored else groups)
+    fast, fast_sums = everything(swish, *case)
     fuse(False)
-    plain = everything(swish, 300 if len(shape) == 1 else 6, groups, shape, dtype)
+    plain, plain_sums = everything(swish, *case)
     # In low precision tangents are multiplied with a slope that torch has rounded.
     close = {"rtol": 2e-5, "atol": 2e-5} if dtype == torch.float32 else {"rtol": 0.03, "atol": 0.1}
-    for ours, theirs in zip(fast[:-2], plain[:-2], strict=True):
+    for ours, theirs in zip(fast, plain, strict=True):
         torch.testing.assert_close(ours, theirs, **close)
     # Sums, over up to 300 points with terms of both signs.
-    for ours, theirs in zip(fast[-2:], plain[-2:], strict=True):
+    for ours, theirs in zip(fast_sums, plain_sums, strict=True):
         torch.testing.assert_close(ours, theirs, **{name: 20 * value for name, value in close.items()})
 
 
@@ -78,17 +85,19 @@ def test_derivatives_are_those_of_autograd(mirrored):
     rows, slope = swish.rows(torch.cat([y, tangent]), n)
     torch.testing.assert_close(rows, torch.cat([out, jv]))
     u = torch.randn_like(out)
-    torch.testing.assert_close(swish.pull(slope, [u]), torch.func.vjp(lambda y: value(y, *given[1:]), y)[1](u)[0])
+    torch.testing.assert_close(
+        swish.pull(slope, Slices([u])), torch.func.vjp(lambda y: value(y, *given[1:]), y)[1](u)[0]
+    )
 
     def both(y, tangent, bias, beta):
         return torch.cat(torch.func.jvp(lambda y: value(y, bias, beta), (y,), (tangent,)))
 
     grad = torch.randn_like(rows)
     into_y, into_tangent, *others = torch.func.vjp(both, y, tangent, *given[1:])[1](grad)
-    into, into_bias, into_beta = swish.back(torch.cat([y, tangent]), n, [grad])
-    torch.testing.assert_close(into, torch.cat([into_y, into_tangent]))
-    torch.testing.assert_close(into_bias, others[0])
-    torch.testing.assert_close(into_beta.view(1), others[1])
+    found = swish.back(torch.cat([y, tangent]), n, Slices([grad]))
+    torch.testing.assert_close(found.y, torch.cat([into_y, into_tangent]))
+    torch.testing.assert_close(found.bias, others[0])
+    torch.testing.assert_close(found.beta.view(1), others[1])
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")

@@ -4,6 +4,9 @@
 // Rows are pixels, or points of a vector flow, with their channels side by side: first the points, then one or more
 // groups with a tangent of each point. Their derivative is d out / d y = k phi'(x) with k = r a: the `slope`.
 // Numbers are fp32 or bf16 in memory and fp32 in between.
+//
+// Where a dense branch ends in a map of each pixel to few channels, that map's share is taken here, while a feature is
+// at hand: its product on the way forward, what it gives back, and the gradient of its weight.
 
 #include <algorithm>
 #include <cstdint>
@@ -12,6 +15,8 @@
 #ifdef __AVX512BF16__
 #include <immintrin.h>
 #endif
+
+#define INLINE __attribute__((always_inline))
 
 namespace {
 
@@ -85,6 +90,20 @@ inline Vec without(Vec x, int known) {
   return lane < (uint32_t)known ? Vec{} : x;
 }
 
+inline float total(Vec x) {
+  typedef float Half __attribute__((vector_size(32)));
+  typedef float Quarter __attribute__((vector_size(16)));
+  Half low, high;
+  std::memcpy(&low, &x, 32);
+  std::memcpy(&high, (const char*)&x + 32, 32);
+  low += high;
+  Quarter first, second;
+  std::memcpy(&first, &low, 16);
+  std::memcpy(&second, (const char*)&low + 16, 16);
+  first += second;
+  return (first[0] + first[1]) + (first[2] + first[3]);
+}
+
 template <class T>
 struct Slices {  // the same channels of several batches
   int count;
@@ -94,13 +113,34 @@ struct Slices {  // the same channels of several batches
   T* at(int i, int64_t row) const { return starts[i] + row * strides[i]; }
 
   Vec sum(int64_t row, int channel, int lanes) const {
-    Vec x = load(at(0, row) + channel, lanes);
-    for (int i = 1; i < count; i++) x += load(at(i, row) + channel, lanes);
+    Vec x{};
+    for (int i = 0; i < count; i++) x += load(at(i, row) + channel, lanes);
     return x;
   }
 
   void write(int64_t row, int channel, Vec x, int lanes) const {
     for (int i = 0; i < count; i++) store(at(i, row) + channel, x, lanes);
+  }
+};
+
+constexpr int MOST = 4;  // channels that an ending makes
+
+template <class T>
+struct Ending {
+  int count;  // none: there is no such map
+  const T* weight;  // of the features that the layer makes
+  int64_t stride;
+
+  void add(Vec* sums, int channel, Vec x, int lanes) const {
+    for (int k = 0; k < count; k++) sums[k] += load(weight + k * stride + channel, lanes) * x;
+  }
+  void finish(float* out, const Vec* sums) const {
+    for (int k = 0; k < count; k++) out[k] += total(sums[k]);
+  }
+  Vec transposed(const T* u, int channel, int lanes) const {
+    Vec x{};
+    for (int k = 0; k < count; k++) x += read(u[k]) * load(weight + k * stride + channel, lanes);
+    return x;
   }
 };
 
@@ -135,72 +175,111 @@ struct Gate {
   Vec bend(Vec q) const { return s * rest * (2 + q * (rest - s)); }
 };
 
-template <class T, bool mirror>
-void forward(const Layer& layer, const T* y, T* slopes, const Slices<T>& out) {
-  const int channels = layer.channels, width = mirror ? 2 * channels : channels;
-  const float value = layer.after / layer.divisor, steep = value * layer.before;
-#pragma omp parallel for num_threads(layer.threads) if (layer.parallel())
-  for (int64_t p = 0; p < layer.points; p++)
-    over_channels(channels, [&](int c, int lanes, int) {
-      Vec x = layer.entering(y, p, c, lanes), q = layer.beta * x;
-      Gate gate(q);
-      Vec slope = steep * gate.slope(q), down = -steep * gate.mirrored().slope(-q);
-      out.write(p, c, value * x * gate.s, lanes);
-      if (mirror) out.write(p, channels + c, -value * x * gate.rest, lanes);
-      if (slopes) {
-        store(slopes + p * width + c, slope, lanes);
-        if (mirror) store(slopes + p * width + channels + c, down, lanes);
-      }
-      for (int64_t row = p + layer.points; row < layer.rows(); row += layer.points) {
-        Vec tangent = load(y + row * channels + c, lanes);
-        out.write(row, c, slope * tangent, lanes);
-        if (mirror) out.write(row, channels + c, down * tangent, lanes);
-      }
-    });
+void add_chunks(const std::vector<float>& sums, int64_t count, float* out) {
+  std::fill(out, out + count, 0.f);
+  for (size_t start = 0; start < sums.size(); start += count)
+    for (int64_t i = 0; i < count; i++) out[i] += sums[start + i];
 }
 
-// Of the slices' sum to what came in.
 template <class T, bool mirror>
-void pull(const Layer& layer, const T* slopes, const Slices<T>& from, T* into) {
+void forward(const Layer& layer, const T* y, T* slopes, const Slices<T>& out, const Ending<T>& end, float* ends) {
+  const int channels = layer.channels, width = mirror ? 2 * channels : channels;
+  const float value = layer.after / layer.divisor, steep = value * layer.before;
+#pragma omp parallel num_threads(layer.threads) if (layer.parallel())
+  {
+    std::vector<float> slope(width);
+#pragma omp for
+    for (int64_t p = 0; p < layer.points; p++) {
+      Vec sums[MOST] = {};
+      over_channels(channels, [&](int c, int lanes, int known) INLINE {
+        Vec x = layer.entering(y, p, c, lanes), q = layer.beta * x;
+        Gate gate(q);
+        auto make = [&](int c, Vec feature, Vec derivative) INLINE {
+          out.write(p, c, feature, lanes);
+          end.add(sums, c, without(feature, known), lanes);
+          store(&slope[c], derivative, lanes);
+          if (slopes) store(slopes + p * width + c, derivative, lanes);
+        };
+        make(c, value * x * gate.s, steep * gate.slope(q));
+        if (mirror) make(channels + c, -value * x * gate.rest, -steep * gate.mirrored().slope(-q));
+      });
+      end.finish(ends + p * end.count, sums);
+      for (int64_t row = p + layer.points; row < layer.rows(); row += layer.points) {
+        Vec sums[MOST] = {};
+        over_channels(channels, [&](int c, int lanes, int known) INLINE {
+          Vec tangent = load(y + row * channels + c, lanes);
+          for (int half = 0; half < width; half += channels) {
+            Vec feature = load(&slope[half + c], lanes) * tangent;
+            out.write(row, half + c, feature, lanes);
+            end.add(sums, half + c, without(feature, known), lanes);
+          }
+        });
+        end.finish(ends + row * end.count, sums);
+      }
+    }
+  }
+}
+
+// Of the sum of the slices, and of what the ending gives back of u, to y.
+template <class T, bool mirror>
+void pull(const Layer& layer, const T* slopes, const Slices<T>& from, const Ending<T>& end, const T* u, T* into) {
   const int channels = layer.channels, width = mirror ? 2 * channels : channels;
 #pragma omp parallel for num_threads(layer.threads) if (layer.parallel())
   for (int64_t row = 0; row < layer.rows(); row++) {
     const T* slope = slopes + row % layer.points * width;
-    over_channels(channels, [&](int c, int lanes, int) {
-      Vec x = load(slope + c, lanes) * from.sum(row, c, lanes);
-      if (mirror) x += load(slope + channels + c, lanes) * from.sum(row, channels + c, lanes);
+    over_channels(channels, [&](int c, int lanes, int) INLINE {
+      Vec x{};
+      for (int half = 0; half < width; half += channels)
+        x += load(slope + half + c, lanes) *
+             (from.sum(row, half + c, lanes) + end.transposed(u + row * end.count, half + c, lanes));
       store(into + row * channels + c, x, lanes);
     });
   }
 }
 
-// Gradients of y, of the bias (where it is asked for) and of beta, from the sum of gradients of what went out.
+// Gradients of y, of the bias (where it is asked for), of beta and of the ending's weight, from those of what went out.
 template <class T, bool mirror>
-void back(const Layer& layer, const T* y, const Slices<T>& grad, T* into, float* into_bias, float* into_beta) {
-  const int channels = layer.channels;
+void back(const Layer& layer, const T* y, const Slices<T>& grad, const Ending<T>& end, const T* u, T* into,
+          float* into_bias, float* into_beta, float* into_end) {
+  const int channels = layer.channels, width = mirror ? 2 * channels : channels;
   const float value = layer.after / layer.divisor, steep = value * layer.before;
-  const int64_t chunks = (layer.points + CHUNK - 1) / CHUNK;
-  std::vector<float> sums(into_bias ? chunks * channels : 0);
+  const int64_t chunks = (layer.points + CHUNK - 1) / CHUNK, ends = end.count * width;
+  std::vector<float> biases(into_bias ? chunks * channels : 0), weights(chunks * ends);
   std::vector<double> betas(chunks);
 #pragma omp parallel for num_threads(layer.threads) if (layer.parallel())
   for (int64_t chunk = 0; chunk < chunks; chunk++)
     for (int64_t p = chunk * CHUNK; p < std::min(layer.points, (chunk + 1) * CHUNK); p++) {
       Vec beta{};
-      over_channels(channels, [&](int c, int lanes, int known) {
+      over_channels(channels, [&](int c, int lanes, int known) INLINE {
+        auto gradient = [&](int64_t row, int c) INLINE {
+          return grad.sum(row, c, lanes) + end.transposed(u + row * end.count, c, lanes);
+        };
+        auto into_ending = [&](int64_t row, int c, Vec feature) INLINE {
+          for (int k = 0; k < end.count; k++) {
+            float* sum = &weights[chunk * ends + k * width + c];
+            store(sum, load(sum, lanes) + read(u[row * end.count + k]) * without(feature, known), lanes);
+          }
+        };
         Vec x = layer.entering(y, p, c, lanes), q = layer.beta * x;
         Gate gate(q);
-        Vec up = grad.sum(p, c, lanes), slope = steep * gate.slope(q);
+        Vec up = gradient(p, c), slope = steep * gate.slope(q);
         Vec down{}, falling{}, through{};  // the mirrored half; gradient of phi' times e
-        if (mirror) down = grad.sum(p, channels + c, lanes), falling = -steep * gate.mirrored().slope(-q);
+        into_ending(p, c, value * x * gate.s);
+        if (mirror) {
+          down = gradient(p, channels + c), falling = -steep * gate.mirrored().slope(-q);
+          into_ending(p, channels + c, -value * x * gate.rest);
+        }
         for (int64_t row = p + layer.points; row < layer.rows(); row += layer.points) {
-          Vec tangent = load(y + row * channels + c, lanes), gradient = grad.sum(row, c, lanes);
-          Vec result = slope * gradient;
+          Vec tangent = load(y + row * channels + c, lanes), either = gradient(row, c);
+          Vec result = slope * either;
+          into_ending(row, c, slope * tangent);
           if (mirror) {
-            Vec other = grad.sum(row, channels + c, lanes);
+            Vec other = gradient(row, channels + c);
             result += falling * other;
-            gradient += other;  // phi'(-x) bends as phi'(x) does: e is even, and -x comes with -phi'
+            either += other;  // -phi'(-x) bends as phi'(x) does: e is even
+            into_ending(row, channels + c, falling * tangent);
           }
-          through += gradient * tangent;
+          through += either * tangent;
           store(into + row * channels + c, result, lanes);
         }
         through *= steep * gate.bend(q);
@@ -209,19 +288,20 @@ void back(const Layer& layer, const T* y, const Slices<T>& grad, T* into, float*
         store(into + p * channels + c, result, lanes);
         beta += without(value * (up + down) * x * x * gate.s * gate.rest + x * through, known);
         if (into_bias) {
-          float* sum = &sums[chunk * channels + c];
+          float* sum = &biases[chunk * channels + c];
           store(sum, load(sum, lanes) + without(result, known), lanes);
         }
       });
-      for (int i = 0; i < LANES; i++) betas[chunk] += beta[i];
+      betas[chunk] += total(beta);
     }
   if (into_bias) {
-    std::fill(into_bias, into_bias + channels, 0.f);
-    for (int64_t i = 0; i < (int64_t)sums.size(); i++) into_bias[i % channels] += sums[i] / layer.before;
+    add_chunks(biases, channels, into_bias);
+    for (int c = 0; c < channels; c++) into_bias[c] /= layer.before;
   }
-  double total = 0;
-  for (double one : betas) total += one;
-  *into_beta = total;
+  add_chunks(weights, ends, into_end);
+  double sum = 0;
+  for (double one : betas) sum += one;
+  *into_beta = sum;
 }
 
 template <class T>
@@ -231,12 +311,11 @@ void channel_sums(int64_t rows, int channels, int threads, const T* x, float* ou
 #pragma omp parallel for num_threads(threads) if (threads > 1 && rows * channels > PARALLEL)
   for (int64_t chunk = 0; chunk < chunks; chunk++)
     for (int64_t row = chunk * CHUNK; row < std::min(rows, (chunk + 1) * CHUNK); row++)
-      over_channels(channels, [&](int c, int lanes, int known) {
+      over_channels(channels, [&](int c, int lanes, int known) INLINE {
         float* sum = &sums[chunk * channels + c];
         store(sum, load(sum, lanes) + without(load(x + row * channels + c, lanes), known), lanes);
       });
-  std::fill(out, out + channels, 0.f);
-  for (int64_t i = 0; i < (int64_t)sums.size(); i++) out[i % channels] += sums[i];
+  add_chunks(sums, channels, out);
 }
 
 // The slices' sum times a number, with what is in `first`.
@@ -259,13 +338,24 @@ void typed(bool low, bool mirror, Call call) {
 }
 
 struct Around {  // as `swish.py` passes it
-  int32_t low, mirror, threads, tangents, channels, count;
-  int64_t points;
+  int32_t low, mirror, threads, tangents, channels, count, ends;
+  int64_t points, end_stride;
   const float *bias, *beta, *before, *after;
+  const void* end;
+  void* const* slices;
+  const int64_t* strides;
   float divisor;
 
   Layer layer() const {
     return {points, tangents, channels, threads, bias, *beta, divisor, before ? *before : 1, after ? *after : 1};
+  }
+  template <class T>
+  Slices<T> sliced() const {
+    return {count, (T* const*)slices, strides};
+  }
+  template <class T>
+  Ending<T> ending() const {
+    return {ends, (const T*)end, end_stride};
   }
 };
 
@@ -273,26 +363,26 @@ struct Around {  // as `swish.py` passes it
 
 extern "C" {
 
-void swish_forward(const Around* f, const void* y, void* slopes, void* const* outs, const int64_t* strides) {
+void swish_forward(const Around* f, const void* y, void* slopes, float* ends) {
   typed(f->low, f->mirror, [&](auto type, auto mirror) {
     using T = decltype(type);
-    forward<T, mirror.value>(f->layer(), (const T*)y, (T*)slopes, Slices<T>{f->count, (T* const*)outs, strides});
+    forward<T, mirror.value>(f->layer(), (const T*)y, (T*)slopes, f->sliced<T>(), f->ending<T>(), ends);
   });
 }
 
-void swish_pull(const Around* f, const void* slopes, void* const* from, const int64_t* strides, void* into) {
+void swish_pull(const Around* f, const void* slopes, const void* u, void* into) {
   typed(f->low, f->mirror, [&](auto type, auto mirror) {
     using T = decltype(type);
-    pull<T, mirror.value>(f->layer(), (const T*)slopes, Slices<T>{f->count, (T* const*)from, strides}, (T*)into);
+    pull<T, mirror.value>(f->layer(), (const T*)slopes, f->sliced<T>(), f->ending<T>(), (const T*)u, (T*)into);
   });
 }
 
-void swish_back(const Around* f, const void* y, void* const* grads, const int64_t* strides, void* into,
-                float* into_bias, float* into_beta) {
+void swish_back(const Around* f, const void* y, const void* u, void* into, float* into_bias, float* into_beta,
+                float* into_end) {
   typed(f->low, f->mirror, [&](auto type, auto mirror) {
     using T = decltype(type);
-    Slices<T> slices{f->count, (T* const*)grads, strides};
-    back<T, mirror.value>(f->layer(), (const T*)y, slices, (T*)into, into_bias, into_beta);
+    back<T, mirror.value>(f->layer(), (const T*)y, f->sliced<T>(), f->ending<T>(), (const T*)u, (T*)into, into_bias,
+                          into_beta, into_end);
   });
 }
 
