@@ -208,11 +208,13 @@ void forward(const Layer& layer, const T* y, T* slopes, const Slices<T>& out, co
         Vec sums[MOST] = {};
         over_channels(channels, [&](int c, int lanes, int known) INLINE {
           Vec tangent = load(y + row * channels + c, lanes);
-          for (int half = 0; half < width; half += channels) {
-            Vec feature = load(&slope[half + c], lanes) * tangent;
-            out.write(row, half + c, feature, lanes);
-            end.add(sums, half + c, without(feature, known), lanes);
-          }
+          auto make = [&](int c) INLINE {
+            Vec feature = load(&slope[c], lanes) * tangent;
+            out.write(row, c, feature, lanes);
+            end.add(sums, c, without(feature, known), lanes);
+          };
+          make(c);
+          if (mirror) make(channels + c);
         });
         end.finish(ends + row * end.count, sums);
       }
@@ -228,10 +230,11 @@ void pull(const Layer& layer, const T* slopes, const Slices<T>& from, const Endi
   for (int64_t row = 0; row < layer.rows(); row++) {
     const T* slope = slopes + row % layer.points * width;
     over_channels(channels, [&](int c, int lanes, int) INLINE {
-      Vec x{};
-      for (int half = 0; half < width; half += channels)
-        x += load(slope + half + c, lanes) *
-             (from.sum(row, half + c, lanes) + end.transposed(u + row * end.count, half + c, lanes));
+      auto pulled = [&](int c) INLINE {
+        return load(slope + c, lanes) * (from.sum(row, c, lanes) + end.transposed(u + row * end.count, c, lanes));
+      };
+      Vec x = pulled(c);
+      if (mirror) x += pulled(channels + c);
       store(into + row * channels + c, x, lanes);
     });
   }
@@ -321,12 +324,15 @@ void channel_sums(int64_t rows, int channels, int threads, const T* x, float* ou
 // The slices' sum times a number, with what is in `first`.
 template <class T>
 void gather(int64_t rows, int channels, const Slices<T>& from, float number, const T* first, float* out) {
-  for (int64_t row = 0; row < rows; row++)
+  const int64_t ahead = 16;  // the few channels of a row lie far apart: without asking, each would be waited for
+  for (int64_t row = 0; row < rows; row++) {
+    for (int i = 0; i < from.count; i++) __builtin_prefetch(from.at(i, std::min(row + ahead, rows - 1)));
     for (int c = 0; c < channels; c++) {
       float sum = 0;
       for (int i = 0; i < from.count; i++) sum += read(from.at(i, row)[c]);
       out[row * channels + c] = read(first[row * channels + c]) + number * sum;
     }
+  }
 }
 
 template <class Call>
