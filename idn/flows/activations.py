@@ -8,18 +8,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from idn.errors import UserError
-from idn.flows.fuse import fused
-from idn.flows.maps import Chain, Gradients, Map, Run, per_point
+from idn.flows.maps import Chain, Gradients, Map, Run
+from idn.flows.rows import overlap, per_point, wide
+from idn.flows.slices import Slices
+from idn.flows.swish import Swish
 
 LIPSWISH_SLOPE = 1.1
 """The largest slope of x * sigmoid(x) is 1.0998."""
 CLIPSWISH_SLOPE = 1.004
 """The Lipschitz constant of [LipSwish(x); LipSwish(-x)], rounded up."""
-
-
-def wide(x: Tensor) -> Tensor:
-    """Low precision is for products; elementwise functions are computed in fp32 at least."""
-    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
 @dataclass(frozen=True)
@@ -53,12 +50,6 @@ class Pointwise(Map):
             return into, []
 
         return Run(out, lambda u: per_point(u, slope), back)
-
-
-def overlap(tangents: Tensor, grads: Tensor, n: int) -> Tensor:
-    """Products of tangents with their gradients, summed over the tangents of each point."""
-    product = wide(tangents) * grads
-    return product if len(product) == n else product.unflatten(0, (-1, n)).sum(0)
 
 
 @dataclass(frozen=True)
@@ -127,61 +118,14 @@ class LipSwish(Map):
         return torch.cat([value.to(rows.dtype), per_point(rows[n:], slope.to(rows.dtype))])
 
     def run(self, rows: Tensor, n: int) -> Run:
-        beta = self.beta.detach()
-        out, slope = lipswish_rows(rows, n, beta, self.divisor)
+        swish = Swish(self.beta.detach(), self.divisor)
+        out, slope = swish.rows(rows, n)
 
         def back(grad: Tensor) -> tuple[Tensor, Gradients]:
-            into, into_beta = lipswish_rows_back(rows, grad, n, beta, self.divisor)
-            return into, [into_beta.view_as(self.beta)]
+            found = swish.back(rows, n, Slices([grad]))
+            return found.y, [found.beta.view_as(self.beta)]
 
         return Run(out, lambda u: per_point(u, slope), back)
-
-
-@fused
-def lipswish_rows(rows: Tensor, n: int, beta: Tensor, divisor: float) -> tuple[Tensor, Tensor]:
-    """phi of the points with phi' times the tangents, and phi'."""
-    value, slope = lipswish(wide(rows[:n]), beta, divisor)
-    value, slope = value.to(rows.dtype), slope.to(rows.dtype)
-    return (torch.cat([value, per_point(rows[n:], slope)]) if len(rows) > n else value), slope
-
-
-@fused
-def lipswish_rows_back(rows: Tensor, grad: Tensor, n: int, beta: Tensor, divisor: float) -> tuple[Tensor, Tensor]:
-    """Gradients of the rows and of beta."""
-    through = overlap(rows[n:], grad[n:], n) if len(rows) > n else None
-    into, slope, into_beta = lipswish_back(wide(rows[:n]), wide(grad[:n]), through, beta, divisor)
-    into, slope = into.to(grad.dtype), slope.to(grad.dtype)
-    return (torch.cat([into, per_point(grad[n:], slope)]) if len(rows) > n else into), into_beta
-
-
-# With q = beta x and s = sigmoid(q):  phi = x s / c,  phi' = (s + q s (1 - s)) / c,  and both phi'' = beta e and
-# d phi' / d beta = x e share e = s (1 - s) (2 + q (1 - 2 s)) / c. Work is done in place: these tensors are large.
-
-
-def lipswish(x: Tensor, beta: Tensor, divisor: float) -> tuple[Tensor, Tensor]:
-    """phi and phi'."""
-    gate = torch.mul(x, beta).sigmoid_()
-    value = torch.mul(x, gate).div_(divisor)
-    # phi' = s / c + beta phi (1 - s)
-    slope = torch.addcmul(value, value, gate, value=-1).mul_(beta).add_(gate.div_(divisor))
-    return value, slope
-
-
-def lipswish_back(
-    x: Tensor, grad: Tensor, through: Tensor | None, beta: Tensor, divisor: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradient of x, phi', and gradient of beta; `through` is the gradient of phi', where there are tangents."""
-    scaled = x * beta
-    gate = torch.sigmoid(scaled)
-    hill = torch.addcmul(gate, gate, gate, value=-1).div_(divisor)  # s (1 - s) / c
-    slope = torch.addcmul(gate / divisor, scaled, hill)
-    into = grad * slope
-    into_beta = torch.mul(grad, x).mul_(x).mul_(hill)
-    if through is not None:
-        bend = torch.addcmul(scaled, scaled, gate, value=-2).add_(2).mul_(hill).mul_(through)
-        into.addcmul_(bend, beta.expand_as(bend))
-        into_beta.addcmul_(bend, x)
-    return into, slope, into_beta.sum()
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,8 @@ from torch import Tensor
 from idn.flows.dense import DenseNet
 from idn.flows.evaluation import evaluator, flat
 from idn.flows.inverse import Correct, NotInvertedError, fixed_point
-from idn.flows.maps import Affine, Map, channels_last
+from idn.flows.maps import Affine, Map
+from idn.flows.rows import channels_last
 from idn.streams import stream
 
 KERNEL = 3

@@ -1,21 +1,24 @@
 """Dense layers [a x ; b phi(W x)] one after the other, and the affine map that ends them, as one map.
 
-All features live in one buffer, each written once, unscaled: what enters a layer is a prefix of the buffer times one
-number per channel, the product of the a's and b's it has passed. Those numbers are folded into the layer's weight, so
-the concatenations cost and keep nothing. A rounded weight must stay as it is, since its norm is what the bound is
-about: in low precision the prefix is multiplied instead, while it is copied for the convolution.
+What enters an affine map are the features made so far, each times the a's and the b it has passed. They are written
+once, with the numbers that the last map wants, to a tensor for each map that reads them, so nothing is concatenated and
+no weight is touched: that of a rounded weight is what the bound is about. A map in between wants all of its features
+larger by one number, 1 / (a_i ... a_last), which the activation behind it takes in.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from idn.flows.maps import Affine, Back, Gradients, Map, Pull, Run, Weights, along_channels
+from idn.flows.features import Feature, SlicesPull, feature_of
+from idn.flows.maps import Affine, Gradients, Map, Run, Weights
+from idn.flows.rows import channels_last, empty_rows, gathered, over_points, wide
+from idn.flows.slices import Ending, Slices
+from idn.flows.swish import NARROW
 
-Derivative = TypeVar("Derivative")
 FEW = 8
 """Channels that come in are few where so many times as many come out."""
 
@@ -38,44 +41,23 @@ class Concatenate(Weights):
         return torch.cat([self.a.to(lower.dtype) * rows, self.b.to(lower.dtype) * lower], 1)
 
 
-class Reader:
-    """An affine map that reads a prefix of the features, each channel times its number in `scale`."""
+class Step(NamedTuple):
+    """A dense layer as it is computed."""
 
-    def __init__(self, affine: Affine, scale: Tensor) -> None:
-        self.width, self.scale, self.original = len(scale), scale, affine
-        self.fold = affine.weight.dtype == scale.dtype
-        self.affine = replace(affine, weight=self._columns(affine.weight)) if self.fold else affine
-
-    def _columns(self, weight: Tensor) -> Tensor:
-        return weight * along_channels(self.scale, weight)
-
-    def entering(self, features: Tensor) -> Tensor:
-        prefix = features[:, : self.width]
-        return prefix if self.fold else prefix * along_channels(self.scale, prefix)
-
-    def read(self, features: Tensor, n: int) -> Tensor:
-        return self.affine.tangents(self.entering(features), n)
-
-    def transposed(self, u: Tensor) -> Tensor:
-        into = self.affine.transposed(u)
-        return into if self.fold else into.mul_(along_channels(self.scale, into))
-
-    def gradients(self, features: Tensor, grad: Tensor, n: int) -> tuple[Gradients, Tensor]:
-        """Of weight and bias, and of `scale`: a channel's number multiplies its column of the weight."""
-        into_weight, into_bias = self.affine.gradients(self.entering(features), grad, n)
-        dots = (self.original.weight.to(self.scale.dtype) * into_weight).transpose(0, 1).flatten(1).sum(1)
-        if self.fold:
-            return [self._columns(into_weight), into_bias], dots
-        return [into_weight, into_bias], dots / self.scale
+    affine: Affine
+    feature: Feature
+    start: int
+    """The channels that come in, after which the new ones go."""
 
 
 class Made(NamedTuple):
-    """All features, what entered the activations that made them, and those activations' derivatives."""
+    """What each affine map reads, what it made, and the derivatives of the activations behind."""
 
-    features: Tensor
+    reads: list[Tensor]
+    by_front: Tensor
+    """What `DenseNet.front` reads."""
     entered: list[Tensor]
-    pulls: list[Pull]
-    backs: list[Back]
+    pulls: list[SlicesPull]
 
 
 @dataclass(frozen=True)
@@ -95,77 +77,109 @@ class DenseNet(Map):
             rows = layer.tangents(rows, n)
         return self.last.tangents(rows, n)
 
-    def readers(self) -> list[Reader]:
-        """The affine maps of all layers, and the last one."""
-        affines = [*(layer.affine for layer in self.layers), self.last]
-        readers = [Reader(affines[0], self.layers[0].a.new_ones(affines[0].inputs))]
-        for layer, affine in zip(self.layers, affines[1:], strict=True):
-            before = readers[-1].scale
-            new = layer.b.expand(affine.inputs - len(before))
-            readers.append(Reader(affine, torch.cat([layer.a * before, new])))
-        return readers
+    def steps(self) -> tuple[list[Step], Tensor]:
+        """The layers, and the product of all a's, which x is multiplied with on its way to the last map."""
+        steps: list[Step] = []
+        passed = torch.ones_like(self.layers[-1].a)
+        for layer in reversed(self.layers):
+            after, passed = layer.b * passed, layer.a * passed
+            before = None if layer is self.layers[0] else 1 / passed  # the first map reads x itself
+            feature = feature_of(layer.phi, layer.affine.bias, before, after)
+            steps.append(Step(layer.affine, feature, layer.affine.inputs))
+        return steps[::-1], passed
 
     def run(self, rows: Tensor, n: int) -> Run:
-        *readers, last = self.readers()
-        made = self._make(rows, n, readers, last.width)
+        steps, passed = self.steps()
+        ending = self._ending(empty_rows(len(rows), len(self.last.weight), wide(rows)).zero_()) if self.narrow else None
+        made = self._make(rows, n, ending)
         pulls = made.pulls
+        out = self.front.tangents(made.by_front, n)
         # Of images only what entered the activations is kept: the features, as much again, are quickly made from it.
         # What was made of few channels is quickly made again, too.
         kept = made if rows.dim() == 2 else None
         entered = [
-            None if FEW * reader.width <= one.shape[1] else one
-            for reader, one in zip(readers, made.entered, strict=True)
+            None if FEW * step.start <= one.shape[1] else one for step, one in zip(steps, made.entered, strict=True)
         ]
 
         def pull(u: Tensor) -> Tensor:
-            total = last.transposed(u)
-            for _, reader, pull_phi in self._backwards(readers, pulls):
-                into = reader.transposed(pull_phi(total[:, reader.width :]))
-                total = into.add_(total[:, : reader.width])
-            return total
+            into, ending = [self.front.transposed(u)], self._ending(u)
+            for step, pull_feature in zip(reversed(steps), reversed(pulls), strict=True):
+                sources = Slices(into[self.narrow :], step.start, ending)
+                into.append(step.affine.transposed(pull_feature(sources)))
+            return gathered(into[-1], into[:-1], passed)
 
         def back(grad: Tensor) -> tuple[Tensor, Gradients]:
-            *readers, last = self.readers()  # again: kept, their weights would take as much as all parameters
-            made = kept or self._make(rows, n, readers, last.width, entered)
-            features, backs = made.features, made.backs
-            del made  # and with it the pulls, which hold slopes
-            found, into_scale = last.gradients(features, grad, n)
-            total = last.transposed(grad)
-            for layer, reader, back_phi in self._backwards(readers, backs):
-                inner, into_phi = back_phi(total[:, reader.width :])
-                into_affine, directly = reader.gradients(features, inner, n)
-                into_a = (into_scale[: reader.width] * reader.scale).sum().view_as(layer.a)
-                into_b = into_scale[reader.width :].sum().view_as(layer.b)
-                found = [*into_affine, *into_phi, into_a, into_b, *found]
-                into_scale = layer.a * into_scale[: reader.width] + directly
-                total = reader.transposed(inner).add_(total[:, : reader.width])
-            return total, found
+            reads, by_front, entering, _ = kept or self._make(rows, n, None, entered)
+            reads = list(reads)
+            into, ending = [self.front.transposed(grad)], self._ending(grad)
+            into_last = [self.front.into_weight(by_front, grad)]
+            del by_front
+            into_weights: list[Tensor] = []
+            into_features: list[Gradients] = []
+            for i, step in reversed(list(enumerate(steps))):
+                del reads[i + 1 :]  # each is large
+                sources = Slices(into[self.narrow :], step.start, ending)
+                inner, into_feature, into_ending = step.feature.back(entering[i], n, sources)
+                into.append(step.affine.transposed(inner))
+                into_weights.insert(0, step.affine.into_weight(reads[i], inner))
+                into_features.insert(0, into_feature)
+                if into_ending is not None:
+                    into_last.insert(1, into_ending.to(grad.dtype)[:, :, None, None])
+            into_weights.append(torch.cat(into_last, 1))
+            found: Gradients = []
+            for into_weight, into_feature, into_factors in zip(
+                into_weights[:-1], into_features, self._into_factors(into_weights), strict=True
+            ):
+                found += [into_weight, *into_feature, *into_factors]
+            found += [into_weights[-1], over_points(grad[:n], self.last.bias.dtype)]
+            # What all maps give back to x: the first one directly, the others to x times what it has passed.
+            return gathered(into[-1], into[:-1], passed), found
 
-        return Run(last.read(made.features, n), pull, back)
+        return Run(out if ending is None else ending.rows.add_(out), pull, back)
+
+    @property
+    def narrow(self) -> bool:
+        """Whether the last map makes few channels of each pixel: features are better multiplied as they come."""
+        return self.last.padding == 0 and len(self.last.weight) <= NARROW
+
+    @property
+    def front(self) -> Affine:
+        """The last map, or, if it is narrow, what it does to x itself."""
+        if not self.narrow:
+            return self.last
+        return replace(self.last, weight=self.last.weight[:, : self.layers[0].affine.inputs])
+
+    def _ending(self, rows: Tensor) -> Ending | None:
+        return Ending(self.last.weight.flatten(1), channels_last(rows)) if self.narrow else None
 
     def _make(
-        self, rows: Tensor, n: int, readers: list[Reader], width: int, entered: Sequence[Tensor | None] = ()
+        self, rows: Tensor, n: int, ending: Ending | None, entered: Sequence[Tensor | None] | None = None
     ) -> Made:
-        """All features of the rows; a second time from what entered the activations at first, as far as it is kept."""
-        features = self._buffer(rows, width)
-        features[:, : readers[0].width] = rows
-        made = Made(features, [], [], [])
-        for i, (layer, reader) in enumerate(zip(self.layers, readers, strict=True)):
-            kept = entered[i] if entered else None
-            entering = reader.read(features, n) if kept is None else kept
-            phi = layer.phi.run(entering, n)
-            features[:, reader.width : reader.width + phi.rows.shape[1]] = phi.rows
-            made.entered.append(entering)
-            made.pulls.append(phi.pull)
-            made.backs.append(phi.back)
+        """The features of the rows; a second time from what entered the activations at first, as far as it is kept."""
+        steps, passed = self.steps()
+        widths = [step.start for step in steps[1:]] + ([] if self.narrow else [self.last.inputs])
+        reads = [rows, *(empty_rows(len(rows), width, rows) for width in widths)]
+        scaled = (wide(rows) * passed).to(rows.dtype)
+        for later in reads[1:]:
+            later[:, : steps[0].start] = scaled
+        made = Made(reads, scaled if self.narrow else reads[-1], [], [])
+        for i, (affine, feature, start) in enumerate(steps):
+            known = entered[i] if entered else None
+            y = affine.product(reads[i]) if known is None else known
+            into = Slices(reads[i + 1 :], start, ending)
+            if entered is None:
+                made.pulls.append(feature.make(y, n, into))
+            elif into.tensors:
+                feature.write(y, n, into)
+            made.entered.append(y)
         return made
 
-    def _backwards(
-        self, readers: list[Reader], derivatives: list[Derivative]
-    ) -> Iterator[tuple[Concatenate, Reader, Derivative]]:
-        return zip(reversed(self.layers), reversed(readers), reversed(derivatives), strict=True)
-
-    def _buffer(self, rows: Tensor, width: int) -> Tensor:
-        memory_format = torch.channels_last if rows.dim() == 4 else torch.contiguous_format
-        shape = (len(rows), width, *rows.shape[2:])
-        return torch.empty(shape, dtype=rows.dtype, device=rows.device, memory_format=memory_format)
+    def _into_factors(self, into_weights: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+        """Gradients of a and b of each layer. What they multiply are columns of all weights of later maps."""
+        found: list[tuple[Tensor, Tensor]] = []
+        into_channels = self.last.along_weight(into_weights[-1])
+        for layer, into_weight in zip(reversed(self.layers), reversed(into_weights[:-1]), strict=True):
+            passing, new = into_channels[: layer.affine.inputs], into_channels[layer.affine.inputs :]
+            found.insert(0, ((passing.sum() / layer.a).view_as(layer.a), (new.sum() / layer.b).view_as(layer.b)))
+            into_channels = passing + layer.affine.along_weight(into_weight)
+        return found

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from idn.flows.activations import LipSwish, Mirror
 from idn.flows.dense import DenseNet
-from idn.flows.maps import Affine, Chain, Map, along_channels, channels_last
+from idn.flows.maps import Affine, Chain, Map
+from idn.flows.rows import along_channels, channels_last
 
 Step = Callable[[Tensor], Tensor]
 

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from idn.errors import UserError
 from idn.flows.draws import Draws
-from idn.flows.maps import Gradients, Map, Pull, channels_last, per_point
+from idn.flows.maps import Gradients, Map, Pull
+from idn.flows.rows import channels_last, per_point
 
 RULES = ("exact", "trace", "series", "roulette")
 LENGTHS = ("poisson", "geometric")
@@ -150,19 +151,21 @@ def power_series(pull: Pull, v: Tensor, jv: Tensor | None, coefficients: list[fl
     power, w, value = v, torch.zeros_like(v), v.new_zeros(n)
     for k, c in enumerate(coefficients, start=1):
         sign = -1.0 if k % 2 == 0 else 1.0
-        w = w + sign * c * power
+        w.add_(power, alpha=sign * c)
         if jv is not None:
-            value = value + sign * c / k * per_sample_dot(power, jv, n)
+            value.add_(per_sample_dot(power, jv, n), alpha=sign * c / k)
         if jv is None or k < len(coefficients):
             power = pull(power)
         if jv is None:
-            value = value + sign * c / k * per_sample_dot(power, v, n)
+            value.add_(per_sample_dot(power, v, n), alpha=sign * c / k)
     return value, w
 
 
 def per_sample_dot(a: Tensor, b: Tensor, n: int) -> Tensor:
     """Inner products of rows, averaged over the probes of each sample."""
-    return (a * b).flatten(1).sum(1).view(-1, n).mean(0)
+    products = a * b
+    sums = products.sum(list(range(1, products.dim())))  # as they lie, where flattening would copy them
+    return sums if len(sums) == n else sums.view(-1, n).mean(0)
 
 
 class _Series(torch.autograd.Function):

@@ -6,8 +6,8 @@ Every map gives all three from one pass, so no second derivative is ever taken b
 
     rows, pull = g.push(torch.cat([x, v]), n=len(x))    # rows = [g(x); J v],  pull(u) = J^T u
 
-Points and tangents travel as rows of one tensor: the first n rows are points, and each further group of n rows
-holds one tangent per point. Maps own no parameters: `layers.py` and `branches.py` hold those.
+Points and tangents travel as rows of one tensor (`rows.py`). Maps own no parameters: `layers.py` and `branches.py` hold
+those.
 
 Derivatives are written by hand: a whole branch is one node of torch's graph, which keeps what its gradient needs and
 nothing else. Images are kept channels-last.
@@ -23,7 +23,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.grad import conv2d_weight
 
-from idn.flows.fuse import fused
+from idn.flows.rows import along_channels, channels_last, over_points, pixels
+
+FEW = 8
+"""Channels."""
 
 Pull = Callable[[Tensor], Tensor]
 Gradients = list[Tensor]
@@ -38,22 +41,6 @@ class Run(NamedTuple):
     """u -> J^T u at the points, for one or more groups of rows."""
     back: Back
     """Gradient of `rows` -> gradients of the incoming rows and of the map's `tensors()`."""
-
-
-def per_point(rows: Tensor, factor: Tensor) -> Tensor:
-    """Multiplies each group of rows by `factor`, which has one row per point."""
-    if len(rows) == len(factor):
-        return rows * factor
-    return (rows.unflatten(0, (-1, len(factor))) * factor).flatten(0, 1)
-
-
-def channels_last(x: Tensor) -> Tensor:
-    return x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x.contiguous()
-
-
-def along_channels(vector: Tensor, like: Tensor) -> Tensor:
-    """A number per channel, shaped and typed to be multiplied with or added to `like`."""
-    return vector.to(like.dtype).view(1, -1, *[1] * (like.dim() - 2))
 
 
 @dataclass(frozen=True)
@@ -146,7 +133,7 @@ class Affine(Map):
         rows = rows.to(self.weight.dtype)
         if self.padding is None:
             return F.linear(rows, self.weight, bias)
-        return F.conv2d(rows, self.weight, bias, padding=self.padding)
+        return F.conv2d(channels_last(rows), self.weight, bias, padding=self.padding)
 
     def value(self, x: Tensor) -> Tensor:
         return self.product(x, self.bias.to(self.weight.dtype))
@@ -170,35 +157,25 @@ class Affine(Map):
         u = u.to(self.weight.dtype)
         if self.padding is None:
             return u @ self.weight
-        return F.conv_transpose2d(u, self.weight, padding=self.padding)
+        return F.conv_transpose2d(channels_last(u), self.weight, padding=self.padding)
 
     def gradients(self, rows: Tensor, grad: Tensor, n: int) -> Gradients:
         """Of weight and bias, for the rows that came in and the gradient of those that went out."""
+        return [self.into_weight(rows, grad), over_points(grad[:n], self.bias.dtype)]
+
+    def along_weight(self, into_weight: Tensor) -> Tensor:
+        """The weight times its gradient, summed for each channel that comes in: its gradient by ln of a factor."""
+        products = self.weight.to(self.bias.dtype) * into_weight
+        return products.sum([0, *range(2, products.dim())])
+
+    def into_weight(self, rows: Tensor, grad: Tensor) -> Tensor:
         rows, grad = rows.to(self.weight.dtype), grad.to(self.weight.dtype)
-        into_bias = over_points(grad[:n], self.bias.dtype)
         if self.padding is None:
-            return [grad.T @ rows, into_bias]
-        if self.padding == 0:  # 1x1: one product over all pixels
-            into_weight = pixels(grad).T @ pixels(rows)
-            return [into_weight.view_as(self.weight), into_bias]
-        return [conv2d_weight(rows, self.weight.shape, grad, padding=self.padding), into_bias]
-
-
-def over_points(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """The sum over all but the channels."""
-    others = [0, *range(2, x.dim())]
-    return x.sum(others) if x.dtype == dtype else widened_sum(x, others, dtype)
-
-
-@fused
-def widened_sum(x: Tensor, dims: list[int], dtype: torch.dtype) -> Tensor:
-    """Uncompiled, a wider copy is made first."""
-    return x.sum(dims, dtype=dtype)
-
-
-def pixels(x: Tensor) -> Tensor:
-    """An image batch as a matrix with one row per pixel; no copy if it is channels-last."""
-    return x.permute(0, 2, 3, 1).reshape(-1, x.shape[1])
+            return grad.T @ rows
+        # 1x1: one product over all pixels, unless there are many channels in fp32, which convolutions are better at.
+        if self.padding == 0 and (len(self.weight) <= FEW or self.weight.dtype != torch.float32):
+            return (pixels(grad).T @ pixels(rows)).view_as(self.weight)
+        return conv2d_weight(channels_last(rows), self.weight.shape, channels_last(grad), padding=self.padding)
 
 
 @dataclass(frozen=True)

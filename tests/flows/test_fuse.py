@@ -64,7 +64,7 @@ def test_without_a_compiler_the_flow_works_and_says_so(tmp_path):
     code = (
         "import logging, torch; logging.basicConfig()\n"
         "from idn.flows.fuse import fuse\n"
-        "from idn.flows.activations import lipswish_rows\n"
+        "from idn.flows.swish import lipswish_rows\n"
         "x, beta = torch.randn(4, 3, 100, 100), torch.ones(1)\n"
         "plain = lipswish_rows(x, 2, beta, 1.1)\n"
         "fuse(True)\n"
