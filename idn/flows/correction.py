@@ -3,8 +3,9 @@
 A plain step moves x by the residual r, where Newton's method moves it by (I + J)^-1 r. The Jacobian J of a branch
 differs from point to point, but most of it does not: it is a convolution with small taps, whose mean over points and
 pixels has an inverse that is again close to a small convolution. That one, P, is fitted to the tangents of random
-probes v, P (v + J v) = v, by least squares. It need not be exact: steps are only steps, convergence is judged on
-residuals.
+probes v, P (v + J v) = v, by least squares. What differs is, for a good part, that activations are flat where x is low
+and steep where it is high: so P has a second part, which multiplies r times x entry by entry (x within limits), and is
+fitted together with the first. P need not be exact: steps are only steps, convergence is judged on residuals.
 """
 
 from dataclasses import replace
@@ -16,12 +17,16 @@ from torch import Tensor
 
 from idn.flows.dense import DenseNet
 from idn.flows.evaluation import evaluator, flat
-from idn.flows.inverse import Correct, NotInvertedError, fixed_point
+from idn.flows.inverse import SLOW, Correct, NotInvertedError, fixed_point
 from idn.flows.maps import Affine, Map, channels_last
 from idn.streams import stream
 
 KERNEL = 3
-ENOUGH = 2
+GATE = 2.0
+"""The entry of x up to which the second part of P follows it."""
+ROUNDS = 2
+"""Of the fit: the second adds what P of the first leaves of the probes, which is what steps find hard."""
+ENOUGH = 4
 """Equations per unknown of the fit."""
 FEWEST = 8
 """Points of the fit, if there are as many."""
@@ -55,40 +60,63 @@ class Inverter:
     def __call__(self, g: Map, y: Tensor, tolerance: float | None, version: object) -> Tensor:
         """The x with x + g(x) = y; `version` names the weights, and differs when they do."""
         low = torch.bfloat16 if y.dtype == torch.float32 and y.dim() == 4 and quick_in_bf16(y.device.type) else None
+        known = (version, y.shape[1:], y.dtype, y.device)
+        again = known == self.known
+        self.known, self.fitted = known, self.fitted if again else None
 
         def corrector(x: Tensor) -> Correct | None:
-            known = (version, y.shape[1:], y.dtype, y.device)
-            if self.known != known:
-                self.known, self.fitted = known, fitted(g, x)
+            self.fitted = fitted(g, x, gated(x)) if self.fitted is None else self.fitted
             if self.fitted is None:
                 return None
             weight = channels_last(self.fitted.to(low or y.dtype))
-            return lambda r: F.conv2d(r.to(weight.dtype), weight, padding=KERNEL // 2).to(r.dtype)
+            x = x.to(weight.dtype)
+
+            def correct(r: Tensor) -> Tensor:
+                r = r.to(weight.dtype)
+                return F.conv2d(with_gate(x, r) if gated(x) else r, weight, padding=KERNEL // 2)
+
+            return correct
 
         rough = None if low is None else evaluator(g, low)
-        return fixed_point(
-            evaluator(g), y, tolerance, start=narrow_start(g, y, tolerance), rough=rough, corrector=corrector
-        )
+        start = narrow_start(g, y, tolerance)
+        # Weights that come again are worth a fit, however quickly plain steps gain.
+        slow = 0 if again else SLOW
+        return fixed_point(evaluator(g), y, tolerance, start=start, rough=rough, corrector=corrector, slow=slow)
 
 
-def fitted(g: Map, x: Tensor) -> Tensor | None:
+def gated(x: Tensor) -> bool:
+    """Whether P has a second part: where that would not be too many unknowns."""
+    return x.dim() == 4 and 2 * x.shape[1] * KERNEL**2 <= MOST_UNKNOWNS
+
+
+def with_gate(x: Tensor, r: Tensor) -> Tensor:
+    """What enters P at the points x."""
+    return torch.cat([r, x.clamp(-GATE, GATE).mul_(r)], 1)
+
+
+def fitted(g: Map, x: Tensor, gate: bool = False) -> Tensor | None:
     """The weight of P, about (I + J)^-1 near the points x; None where a fit would cost too much."""
     if x.dim() != 4:
         return None
     channels, pixels = x.shape[1], x[0, 0].numel()
-    unknowns = channels * KERNEL**2
+    unknowns = (1 + gate) * channels * KERNEL**2
     points = x[: max(FEWEST, -(-ENOUGH * unknowns // pixels))]
-    if unknowns > MOST_UNKNOWNS or len(points) * pixels < unknowns:
-        return None
     n = len(points)
+    if unknowns > MOST_UNKNOWNS or n * pixels < unknowns:
+        return None
     probes = torch.randn(points.shape, generator=stream(0, "correction")).to(points)
-    images = probes + g.tangents(torch.cat([points, probes]), n)[n:]
-    entering = F.unfold(images, KERNEL, padding=KERNEL // 2).transpose(1, 2).flatten(0, 1)
-    gram = entering.mT @ entering
-    gram.diagonal().add_(RIDGE * gram.diagonal().mean())
-    wanted = probes.permute(0, 2, 3, 1).flatten(0, 2)
-    weight = torch.linalg.solve_ex(gram, entering.mT @ wanted).result
-    return weight.mT.reshape(channels, channels, KERNEL, KERNEL)
+    gram, wanted = points.new_zeros(unknowns, unknowns), points.new_zeros(unknowns, channels)
+    for _ in range(ROUNDS):
+        images = probes + g.tangents(torch.cat([points, probes]), n)[n:]
+        entering = with_gate(points, images) if gate else images
+        rows = F.unfold(entering, KERNEL, padding=KERNEL // 2).transpose(1, 2).flatten(0, 1)
+        weighted = rows.mT / probes.square().mean()
+        gram += weighted @ rows
+        wanted += weighted @ probes.permute(0, 2, 3, 1).flatten(0, 2)
+        ridge = torch.diag(RIDGE * gram.diagonal().mean().expand(unknowns))
+        weight = torch.linalg.solve_ex(gram + ridge, wanted).result.mT.reshape(channels, -1, KERNEL, KERNEL)
+        probes = probes - F.conv2d(entering, weight, padding=KERNEL // 2)
+    return weight
 
 
 def narrow_start(g: Map, y: Tensor, tolerance: float | None) -> Tensor | None:
