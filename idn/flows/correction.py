@@ -17,7 +17,8 @@ from torch import Tensor
 
 from idn.flows.dense import DenseNet
 from idn.flows.evaluation import evaluator, flat
-from idn.flows.inverse import SLOW, Correct, NotInvertedError, fixed_point
+from idn.flows.images import native_start
+from idn.flows.inverse import NotInvertedError, fixed_point, residual_goals
 from idn.flows.maps import Affine, Map, channels_last
 from idn.streams import stream
 
@@ -29,7 +30,7 @@ ROUNDS = 2
 ENOUGH = 4
 """Equations per unknown of the fit."""
 FEWEST = 8
-"""Points of the fit, if there are as many."""
+"""Points of the fit, if there are enough of them, and four times as many to invert."""
 MOST_UNKNOWNS = 512
 """Per channel: beyond, the fit would cost more than it saves."""
 NARROW = 8
@@ -59,63 +60,64 @@ class Inverter:
     @torch.no_grad()
     def __call__(self, g: Map, y: Tensor, tolerance: float | None, version: object) -> Tensor:
         """The x with x + g(x) = y; `version` names the weights, and differs when they do."""
-        low = torch.bfloat16 if y.dtype == torch.float32 and y.dim() == 4 and quick_in_bf16(y.device.type) else None
         known = (version, y.shape[1:], y.dtype, y.device)
-        again = known == self.known
-        self.known, self.fitted = known, self.fitted if again else None
-
-        def corrector(x: Tensor) -> Correct | None:
-            self.fitted = fitted(g, x, gated(x)) if self.fitted is None else self.fitted
-            if self.fitted is None:
-                return None
-            weight = channels_last(self.fitted.to(low or y.dtype))
-            x = x.to(weight.dtype)
-
-            def correct(r: Tensor) -> Tensor:
-                r = r.to(weight.dtype)
-                return F.conv2d(with_gate(x, r) if gated(x) else r, weight, padding=KERNEL // 2)
-
-            return correct
-
-        rough = None if low is None else evaluator(g, low)
-        start = narrow_start(g, y, tolerance)
-        # Weights that come again are worth a fit, however quickly plain steps gain.
-        slow = 0 if again else SLOW
-        return fixed_point(evaluator(g), y, tolerance, start=start, rough=rough, corrector=corrector, slow=slow)
+        if self.known != known or self.fitted is None:
+            self.known, self.fitted = known, fitted_near(g, y)
+        if self.fitted is None:
+            return fixed_point(evaluator(g), y, tolerance, start=narrow_start(g, y, tolerance))
+        low = torch.bfloat16 if y.dtype == torch.float32 and quick_in_bf16(y.device.type) else None
+        weight = channels_last(self.fitted.to(low or y.dtype))
+        start = native_start(g, y, residual_goals(y, tolerance), self.fitted, GATE)
+        return fixed_point(
+            evaluator(g),
+            y,
+            tolerance,
+            start=start,
+            rough=evaluator(g, low) if low and start is None else None,
+            corrector=lambda x: lambda r: corrected(weight, x, r),
+        )
 
 
-def gated(x: Tensor) -> bool:
-    """Whether P has a second part: where that would not be too many unknowns."""
-    return x.dim() == 4 and 2 * x.shape[1] * KERNEL**2 <= MOST_UNKNOWNS
+def corrected(weight: Tensor, x: Tensor, r: Tensor) -> Tensor:
+    """P r at the points x."""
+    return F.conv2d(entering(weight, x, r.to(weight.dtype)), weight, padding=KERNEL // 2)
 
 
-def with_gate(x: Tensor, r: Tensor) -> Tensor:
-    """What enters P at the points x."""
-    return torch.cat([r, x.clamp(-GATE, GATE).mul_(r)], 1)
+def entering(weight: Tensor, x: Tensor, r: Tensor) -> Tensor:
+    """What P multiplies: r and, if there is a second part, x times r."""
+    return r if weight.shape[1] == r.shape[1] else torch.cat([r, x.to(r.dtype).clamp(-GATE, GATE).mul_(r)], 1)
 
 
-def fitted(g: Map, x: Tensor, gate: bool = False) -> Tensor | None:
-    """The weight of P, about (I + J)^-1 near the points x; None where a fit would cost too much."""
-    if x.dim() != 4:
+def fitted_near(g: Map, y: Tensor) -> Tensor | None:
+    """The weight of P near the inverses of some of y; None where a fit would cost too much."""
+    if y.dim() != 4:
         return None
-    channels, pixels = x.shape[1], x[0, 0].numel()
-    unknowns = (1 + gate) * channels * KERNEL**2
-    points = x[: max(FEWEST, -(-ENOUGH * unknowns // pixels))]
-    n = len(points)
-    if unknowns > MOST_UNKNOWNS or n * pixels < unknowns:
+    channels, pixels = y.shape[1], y[0, 0].numel()
+    parts = 2 if 2 * channels * KERNEL**2 <= MOST_UNKNOWNS else 1
+    unknowns = parts * channels * KERNEL**2
+    some = y[: max(min(FEWEST, len(y) // 4), -(-ENOUGH * unknowns // pixels))]
+    if unknowns > MOST_UNKNOWNS or len(some) * pixels < unknowns:
         return None
+    return fitted(g, some - g.value(some), parts)
+
+
+def fitted(g: Map, points: Tensor, parts: int = 1) -> Tensor:
+    """The weight of P, about (I + J)^-1 near the points."""
+    n, channels = points.shape[:2]
+    unknowns = parts * channels * KERNEL**2
     probes = torch.randn(points.shape, generator=stream(0, "correction")).to(points)
+    weight = points.new_zeros(channels, parts * channels, KERNEL, KERNEL)
     gram, wanted = points.new_zeros(unknowns, unknowns), points.new_zeros(unknowns, channels)
     for _ in range(ROUNDS):
         images = probes + g.tangents(torch.cat([points, probes]), n)[n:]
-        entering = with_gate(points, images) if gate else images
-        rows = F.unfold(entering, KERNEL, padding=KERNEL // 2).transpose(1, 2).flatten(0, 1)
+        windows = F.unfold(entering(weight, points, images), KERNEL, padding=KERNEL // 2)
+        rows = windows.transpose(1, 2).flatten(0, 1)
         weighted = rows.mT / probes.square().mean()
         gram += weighted @ rows
         wanted += weighted @ probes.permute(0, 2, 3, 1).flatten(0, 2)
         ridge = torch.diag(RIDGE * gram.diagonal().mean().expand(unknowns))
-        weight = torch.linalg.solve_ex(gram + ridge, wanted).result.mT.reshape(channels, -1, KERNEL, KERNEL)
-        probes = probes - F.conv2d(entering, weight, padding=KERNEL // 2)
+        weight = torch.linalg.solve_ex(gram + ridge, wanted).result.mT.reshape_as(weight)
+        probes = probes - corrected(weight, points, images)
     return weight
 
 
