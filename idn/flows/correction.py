@@ -10,6 +10,7 @@ fitted together with the first. P need not be exact: steps are only steps, conve
 
 from dataclasses import replace
 from functools import cache
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +19,7 @@ from torch import Tensor
 from idn.flows.dense import DenseNet
 from idn.flows.evaluation import evaluator, flat
 from idn.flows.images import native_start
-from idn.flows.inverse import NotInvertedError, fixed_point, residual_goals
+from idn.flows.inverse import ROUGH, NotInvertedError, fixed_point, residual_goals
 from idn.flows.maps import Affine, Map, channels_last
 from idn.streams import stream
 
@@ -35,6 +36,8 @@ MOST_UNKNOWNS = 512
 """Per channel: beyond, the fit would cost more than it saves."""
 NARROW = 8
 """Times fewer dimensions."""
+LITTLE = 0.01
+"""Where the first step leaves less, rounding errors of a second one in low precision would leave as much."""
 RIDGE = 1e-3
 """Relative to the mean square of what enters, against fitting noise."""
 
@@ -50,11 +53,18 @@ def quick_in_bf16(device: str) -> bool:
     return any(has.get(name) for name in ("avx512_bf16", "amx_bf16", "arm_bf16"))
 
 
+class Correction(NamedTuple):
+    """P, and the share that its first step leaves of residuals."""
+
+    weight: Tensor
+    left: float
+
+
 class Inverter:
     """Inverts x + g(x) for one branch, and keeps what it has fitted as long as the weights stay."""
 
     def __init__(self) -> None:
-        self.fitted: Tensor | None = None
+        self.fitted: Correction | None = None
         self.known: object = None
 
     @torch.no_grad()
@@ -66,8 +76,8 @@ class Inverter:
         if self.fitted is None:
             return fixed_point(evaluator(g), y, tolerance, start=narrow_start(g, y, tolerance))
         low = torch.bfloat16 if y.dtype == torch.float32 and quick_in_bf16(y.device.type) else None
-        weight = channels_last(self.fitted.to(low or y.dtype))
-        start = native_start(g, y, residual_goals(y, tolerance), self.fitted, GATE)
+        weight = channels_last(self.fitted.weight.to(low or y.dtype))
+        start = native_start(g, y, residual_goals(y, tolerance), self.fitted.weight, GATE)
         return fixed_point(
             evaluator(g),
             y,
@@ -75,6 +85,7 @@ class Inverter:
             start=start,
             rough=evaluator(g, low) if low and start is None else None,
             corrector=lambda x: lambda r: corrected(weight, x, r),
+            rough_steps=1 if self.fitted.left < LITTLE else ROUGH,
         )
 
 
@@ -88,8 +99,8 @@ def entering(weight: Tensor, x: Tensor, r: Tensor) -> Tensor:
     return r if weight.shape[1] == r.shape[1] else torch.cat([r, x.to(r.dtype).clamp(-GATE, GATE).mul_(r)], 1)
 
 
-def fitted_near(g: Map, y: Tensor) -> Tensor | None:
-    """The weight of P near the inverses of some of y; None where a fit would cost too much."""
+def fitted_near(g: Map, y: Tensor) -> Correction | None:
+    """P near the inverses of some of y; None where a fit would cost too much."""
     if y.dim() != 4:
         return None
     channels, pixels = y.shape[1], y[0, 0].numel()
@@ -98,7 +109,11 @@ def fitted_near(g: Map, y: Tensor) -> Tensor | None:
     some = y[: max(min(FEWEST, len(y) // 4), -(-ENOUGH * unknowns // pixels))]
     if unknowns > MOST_UNKNOWNS or len(some) * pixels < unknowns:
         return None
-    return fitted(g, some - g.value(some), parts)
+    first = -g.value(some)
+    weight = fitted(g, some + first, parts)
+    step = corrected(weight, some, first)
+    left = -g.value(some + step) - step
+    return Correction(weight, float(left.norm() / first.norm()))
 
 
 def fitted(g: Map, points: Tensor, parts: int = 1) -> Tensor:

@@ -37,7 +37,7 @@ def native_start(g: Map, y: Tensor, goals: Tensor, weight: Tensor, gate: float) 
         return None
     last = Layer(Affine(weight, weight.new_zeros(len(weight)), padding=weight.shape[2] // 2), beside=False)
     low = kernel.images_per_word() > 1
-    ints = [*y.shape[1:], known.scale is not None, weight.shape[1] > y.shape[1], (ROUGH + 1) * low, MOST_EVALUATIONS]
+    ints = [*y.shape[1:], known.scale is not None, weight.shape[1] > y.shape[1], ROUGH * low, MOST_EVALUATIONS]
     ints.append(len(known.layers))
     tensors: list[Tensor] = []
     for affine, beside in (*known.layers, last):

@@ -50,7 +50,8 @@ STALE = 4
 """Steps without a gain after which a sample within the tolerance is done."""
 PATIENCE = 20
 """Steps without a gain after which others go back, and take as many plain steps."""
-ROUGH = 4
+ROUGH = 5
+"""Evaluations of low precision, at most."""
 NOISE = 0.1
 """What steps of low precision count as unknown, relative to the length of g(x): well above their rounding errors, which
 are much the same at all points, so that combinations keep them."""
@@ -74,11 +75,13 @@ def fixed_point(
     start: Tensor | None = None,
     rough: Callable[[Tensor], Tensor] | None = None,
     corrector: Callable[[Tensor], Correct | None] = lambda _: None,
+    rough_steps: int = ROUGH,
 ) -> Tensor:
     """Solves x + g(x) = y for each row, to |x + g(x) - y| <= tolerance * (1 + |y|) in the largest entry.
 
-    It begins at `start` (y, if there is none), with `rough`, a g of low precision, as far as that leads. `corrector` is
-    asked at each of the points reached for what makes better steps of residuals.
+    It begins at `start` (y, if there is none), with `rough`, a g of low precision, as far as that leads, and no more
+    than `rough_steps` times. `corrector` is asked, at each of the points reached, for what makes better steps of
+    residuals.
 
     >>> y = torch.tensor([[1.0], [-2.0]], dtype=torch.float64)
     >>> x = fixed_point(lambda x: 0.9 * torch.sin(x), y)
@@ -116,7 +119,7 @@ def fixed_point(
         past.add(x, layout.rows(correct(layout.samples(residual))) if correct else residual, noise)
         x = past.best()
         if rough:
-            rough = None if iteration == ROUGH or bool(square.sum() <= NEAR**2 * first) else rough
+            rough = None if iteration + 1 == rough_steps or bool(square.sum() <= NEAR**2 * first) else rough
             continue
         lost, plain = search.astray(square)
         if bool((lost | plain).any()):
