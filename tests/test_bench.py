@@ -25,6 +25,27 @@ def test_every_work_runs(work):
     assert worker.process.exitcode == 0
 
 
+def test_the_plain_side_may_keep_freed_memory(monkeypatch, capsys):
+    jobs = []
+
+    class Noted(Worker):
+        def __init__(self, job):
+            jobs.append(job)
+            super().__init__(job)
+
+    row = Row(
+        "small",
+        "a small flow",
+        *(Job(ours, "sample", "cifar10", "residual", overrides=TINY) for ours in (True, False)),
+        1.0,
+    )
+    monkeypatch.setattr("idn.bench.ROWS", (row,))
+    monkeypatch.setattr("idn.bench.Worker", Noted)
+    bench(threads=1, rounds=1, batch=2, keep_memory=True)
+    assert "a small flow" in capsys.readouterr().out
+    assert [(job.ours, job.keep_memory) for job in jobs] == [(True, True), (False, True)]
+
+
 def test_ratios_are_read_the_right_way():
     job = Job(True, "train", "cifar10", "idensenet-lc")
     faster = judge(Row("a", "", job, job, 2.0), [1.0, 3.0], [0, 0], None)

@@ -52,6 +52,9 @@ def bench(
     batch: Annotated[
         int | None, tyro.conf.arg(help="images or points at a time, instead of each row's own number")
     ] = None,
+    keep_memory: Annotated[
+        bool, tyro.conf.arg(help="the plain side keeps freed memory too, so that only methods are compared")
+    ] = False,
 ) -> None:
     """Measures speed and memory of training, evaluation and sampling against plain automatic differentiation.
 
@@ -73,7 +76,7 @@ def bench(
     def settled(job: Job) -> Job:
         shorter = {"blocks": (blocks,) * 3} if blocks and job.dataset != "moons" else {}
         trained = str(flow) if flow and job.work in TRAINED else None
-        job = replace(job, batch=batch or job.batch)
+        job = replace(job, batch=batch or job.batch, keep_memory=keep_memory)
         return replace(job, threads=threads, clock=clock, overrides=job.overrides | shorter, weights=trained)
 
     results = []

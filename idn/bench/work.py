@@ -46,6 +46,8 @@ class Job:
     overrides: dict[str, Any] = field(default_factory=dict)
     weights: str | None = None
     """A file with a trained flow, instead of a new one."""
+    keep_memory: bool = False
+    """The plain side keeps freed memory as well; ours always does."""
 
 
 @dataclass(frozen=True)
@@ -81,9 +83,9 @@ def serve(job: Job, connection: Connection) -> None:
     """Does the job's work once per seed received, until the other end closes."""
     torch.set_num_threads(job.threads)
     clock = time.process_time if job.clock == "cpu" else time.perf_counter
-    if job.ours:
+    if job.ours or job.keep_memory:
         keep_freed_memory()
-        fuse(True)
+    fuse(job.ours)
     bare, _ = resident()
     forget_peak()
     flow = trained_like(job)

@@ -3,12 +3,14 @@
 A plain step moves x by the residual r, where Newton's method moves it by (I + J)^-1 r. The Jacobian J of a branch
 differs from point to point, but most of it does not: it is a convolution with small taps, whose mean over points and
 pixels has an inverse that is again close to a small convolution. That one, P, is fitted to the tangents of random
-probes v, P (v + J v) = v, by least squares. It need not be exact: steps are only steps, convergence is judged on
-residuals.
+probes v, P (v + J v) = v, by least squares. What differs is, for a good part, that activations are flat where x is low
+and steep where it is high: so P has a second part, which multiplies r times x entry by entry (x within limits), and is
+fitted together with the first. P need not be exact: steps are only steps, convergence is judged on residuals.
 """
 
 from dataclasses import replace
 from functools import cache
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,20 +18,27 @@ from torch import Tensor
 
 from idn.flows.dense import DenseNet
 from idn.flows.evaluation import evaluator, flat
-from idn.flows.inverse import Correct, NotInvertedError, fixed_point
+from idn.flows.images import native_start
+from idn.flows.inverse import ROUGH, NotInvertedError, fixed_point, residual_goals
 from idn.flows.maps import Affine, Map
 from idn.flows.rows import channels_last
 from idn.streams import stream
 
 KERNEL = 3
-ENOUGH = 2
+GATE = 2.0
+"""The entry of x up to which the second part of P follows it."""
+ROUNDS = 2
+"""Of the fit: the second adds what P of the first leaves of the probes, which is what steps find hard."""
+ENOUGH = 4
 """Equations per unknown of the fit."""
 FEWEST = 8
-"""Points of the fit, if there are as many."""
+"""Points of the fit, if there are enough of them, and four times as many to invert."""
 MOST_UNKNOWNS = 512
 """Per channel: beyond, the fit would cost more than it saves."""
 NARROW = 8
 """Times fewer dimensions."""
+LITTLE = 0.01
+"""Where the first step leaves less, rounding errors of a second one in low precision would leave as much."""
 RIDGE = 1e-3
 """Relative to the mean square of what enters, against fitting noise."""
 
@@ -45,51 +54,87 @@ def quick_in_bf16(device: str) -> bool:
     return any(has.get(name) for name in ("avx512_bf16", "amx_bf16", "arm_bf16"))
 
 
+class Correction(NamedTuple):
+    """P, and the share that its first step leaves of residuals."""
+
+    weight: Tensor
+    left: float
+
+
 class Inverter:
     """Inverts x + g(x) for one branch, and keeps what it has fitted as long as the weights stay."""
 
     def __init__(self) -> None:
-        self.fitted: Tensor | None = None
+        self.fitted: Correction | None = None
         self.known: object = None
 
     @torch.no_grad()
     def __call__(self, g: Map, y: Tensor, tolerance: float | None, version: object) -> Tensor:
         """The x with x + g(x) = y; `version` names the weights, and differs when they do."""
-        low = torch.bfloat16 if y.dtype == torch.float32 and y.dim() == 4 and quick_in_bf16(y.device.type) else None
-
-        def corrector(x: Tensor) -> Correct | None:
-            known = (version, y.shape[1:], y.dtype, y.device)
-            if self.known != known:
-                self.known, self.fitted = known, fitted(g, x)
-            if self.fitted is None:
-                return None
-            weight = channels_last(self.fitted.to(low or y.dtype))
-            return lambda r: F.conv2d(r.to(weight.dtype), weight, padding=KERNEL // 2).to(r.dtype)
-
-        rough = None if low is None else evaluator(g, low)
+        known = (version, y.shape[1:], y.dtype, y.device)
+        if self.known != known or self.fitted is None:
+            self.known, self.fitted = known, fitted_near(g, y)
+        if self.fitted is None:
+            return fixed_point(evaluator(g), y, tolerance, start=narrow_start(g, y, tolerance))
+        low = torch.bfloat16 if y.dtype == torch.float32 and quick_in_bf16(y.device.type) else None
+        weight = channels_last(self.fitted.weight.to(low or y.dtype))
+        start = native_start(g, y, residual_goals(y, tolerance), self.fitted.weight, GATE)
         return fixed_point(
-            evaluator(g), y, tolerance, start=narrow_start(g, y, tolerance), rough=rough, corrector=corrector
+            evaluator(g),
+            y,
+            tolerance,
+            start=start,
+            rough=evaluator(g, low) if low and start is None else None,
+            corrector=lambda x: lambda r: corrected(weight, x, r),
+            rough_steps=1 if self.fitted.left < LITTLE else ROUGH,
         )
 
 
-def fitted(g: Map, x: Tensor) -> Tensor | None:
-    """The weight of P, about (I + J)^-1 near the points x; None where a fit would cost too much."""
-    if x.dim() != 4:
+def corrected(weight: Tensor, x: Tensor, r: Tensor) -> Tensor:
+    """P r at the points x."""
+    return F.conv2d(entering(weight, x, r.to(weight.dtype)), weight, padding=KERNEL // 2)
+
+
+def entering(weight: Tensor, x: Tensor, r: Tensor) -> Tensor:
+    """What P multiplies: r and, if there is a second part, x times r."""
+    return r if weight.shape[1] == r.shape[1] else torch.cat([r, x.to(r.dtype).clamp(-GATE, GATE).mul_(r)], 1)
+
+
+def fitted_near(g: Map, y: Tensor) -> Correction | None:
+    """P near the inverses of some of y; None where a fit would cost too much."""
+    if y.dim() != 4:
         return None
-    channels, pixels = x.shape[1], x[0, 0].numel()
-    unknowns = channels * KERNEL**2
-    points = x[: max(FEWEST, -(-ENOUGH * unknowns // pixels))]
-    if unknowns > MOST_UNKNOWNS or len(points) * pixels < unknowns:
+    channels, pixels = y.shape[1], y[0, 0].numel()
+    parts = 2 if 2 * channels * KERNEL**2 <= MOST_UNKNOWNS else 1
+    unknowns = parts * channels * KERNEL**2
+    some = y[: max(min(FEWEST, len(y) // 4), -(-ENOUGH * unknowns // pixels))]
+    if unknowns > MOST_UNKNOWNS or len(some) * pixels < unknowns:
         return None
-    n = len(points)
+    first = -g.value(some)
+    weight = fitted(g, some + first, parts)
+    step = corrected(weight, some, first)
+    left = -g.value(some + step) - step
+    return Correction(weight, float(left.norm() / first.norm()))
+
+
+def fitted(g: Map, points: Tensor, parts: int = 1) -> Tensor:
+    """The weight of P, about (I + J)^-1 near the points."""
+    n, channels = points.shape[:2]
+    unknowns = parts * channels * KERNEL**2
     probes = torch.randn(points.shape, generator=stream(0, "correction")).to(points)
-    images = probes + g.tangents(torch.cat([points, probes]), n)[n:]
-    entering = F.unfold(images, KERNEL, padding=KERNEL // 2).transpose(1, 2).flatten(0, 1)
-    gram = entering.mT @ entering
-    gram.diagonal().add_(RIDGE * gram.diagonal().mean())
-    wanted = probes.permute(0, 2, 3, 1).flatten(0, 2)
-    weight = torch.linalg.solve_ex(gram, entering.mT @ wanted).result
-    return weight.mT.reshape(channels, channels, KERNEL, KERNEL)
+    weight = points.new_zeros(channels, parts * channels, KERNEL, KERNEL)
+    gram, wanted = points.new_zeros(unknowns, unknowns), points.new_zeros(unknowns, channels)
+    for _ in range(ROUNDS):
+        images = probes + g.tangents(torch.cat([points, probes]), n)[n:]
+        windows = F.unfold(entering(weight, points, images), KERNEL, padding=KERNEL // 2)
+        rows = windows.transpose(1, 2).flatten(0, 1)
+        weighted = rows.mT / probes.square().mean()
+        gram += weighted @ rows
+        wanted += weighted @ probes.permute(0, 2, 3, 1).flatten(0, 2)
+        ridge = torch.diag(RIDGE * gram.diagonal().mean().expand(unknowns))
+        weight = torch.linalg.solve_ex(gram + ridge, wanted).result.mT.reshape_as(weight)
+        probes = probes - corrected(weight, points, images)
+    return weight
 
 
 def narrow_start(g: Map, y: Tensor, tolerance: float | None) -> Tensor | None:

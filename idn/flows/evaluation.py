@@ -6,7 +6,7 @@ silu(-q) = silu(q) - q saves the second sigmoid.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -20,10 +20,42 @@ from idn.flows.rows import along_channels, channels_last
 Step = Callable[[Tensor], Tensor]
 
 
+@dataclass(frozen=True)
+class Product:
+    """x -> W x + b."""
+
+    affine: Affine
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.affine.value(x)
+
+
+@dataclass(frozen=True)
+class Beside:
+    """x -> [x ; inner(x)]."""
+
+    inner: list[Step]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        new = x
+        for step in self.inner:
+            new = step(new)
+        return torch.cat([x, new], 1)
+
+
+@dataclass(frozen=True)
+class Times:
+    """x times a number, or one per channel."""
+
+    factor: Tensor
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x * (along_channels(self.factor, x) if self.factor.numel() > 1 else self.factor.to(x))
+
+
 def evaluator(g: Map, precision: torch.dtype | None = None) -> Step:
     """g.value, with products in `precision` if it is given."""
-    steps, factor = _folded(tuple(flat(g)), None, precision)
-    steps += _multiplied(factor)
+    steps = folded(g, precision)
 
     @torch.no_grad()
     def value(x: Tensor) -> Tensor:
@@ -33,6 +65,12 @@ def evaluator(g: Map, precision: torch.dtype | None = None) -> Step:
         return out.to(x.dtype)
 
     return value
+
+
+def folded(g: Map, precision: torch.dtype | None = None) -> list[Step]:
+    """g as steps, one after the other."""
+    steps, factor = _folded(tuple(flat(g)), None, precision)
+    return steps + _multiplied(factor)
 
 
 def flat(g: Map) -> Iterator[Map]:
@@ -64,7 +102,7 @@ def _folded(
             factor, maps = None, maps[1:]
             continue
         mirrored = isinstance(maps[0], Mirror)
-        steps.append(_mirrored_silu if mirrored else _silu)
+        steps.append(_mirrored_silu if mirrored else silu)
         factor, maps = 1 / (phi.beta * phi.divisor), maps[1 + mirrored :]
     return steps, factor
 
@@ -83,7 +121,7 @@ def _affine(affine: Affine, factor: Tensor | None, phi: LipSwish | None, precisi
     if phi is not None:
         weight, bias = weight * phi.beta, bias * phi.beta
     weight = channels_last(weight.detach().to(precision or weight.dtype))
-    return replace(affine, weight=weight, bias=bias.detach().to(weight.dtype)).value
+    return Product(replace(affine, weight=weight, bias=bias.detach().to(weight.dtype)))
 
 
 def _dense(net: DenseNet, factor: Tensor | None, precision: torch.dtype | None) -> tuple[list[Step], None]:
@@ -96,27 +134,15 @@ def _dense(net: DenseNet, factor: Tensor | None, precision: torch.dtype | None) 
         inner, lacking = _folded((layer.affine, *flat(layer.phi)), factor, precision)
         new = ones.expand(reader.inputs - len(factor)) * (ones if lacking is None else lacking)
         factor = torch.cat([layer.a * factor, layer.b * new])
-        steps.append(_beside(inner))
+        steps.append(Beside(inner))
     return [*steps, _affine(net.last, factor, None, precision)], None
 
 
-def _beside(inner: list[Step]) -> Step:
-    """x -> [x ; inner(x)]."""
-
-    def both(x: Tensor) -> Tensor:
-        new = x
-        for step in inner:
-            new = step(new)
-        return torch.cat([x, new], 1)
-
-    return both
-
-
 def _multiplied(factor: Tensor | None) -> list[Step]:
-    return [] if factor is None else [lambda x: x * (along_channels(factor, x) if factor.numel() > 1 else factor.to(x))]
+    return [] if factor is None else [Times(factor)]
 
 
-def _silu(q: Tensor) -> Tensor:
+def silu(q: Tensor) -> Tensor:
     return F.silu(q, inplace=True)
 
 

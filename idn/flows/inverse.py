@@ -5,8 +5,8 @@ steps so that they cancel as well as they can:
 
     x <- sum_i a_i (x_i + s_i),    sum_i a_i = 1,    |sum_i a_i s_i| as small as can be.
 
-A step s_i is the residual r_i = y - g(x_i) - x_i itself, or, where that gains slowly, what `correct` makes of it: an
-estimate of (I + J)^-1 r_i, see `correction.py`. Whether a sample has converged is read from r_i alone.
+A step s_i is the residual r_i = y - g(x_i) - x_i itself, or what a correction makes of it: an estimate of
+(I + J)^-1 r_i, see `correction.py`. Whether a sample has converged is read from r_i alone.
 
 Each sample stops by itself. A sample whose residual grows, or stays as it is for long, goes back to the best point it
 has seen and takes the plain step x + r from there, which shortens the residual by the factor Lip(g) < 1 at least: so
@@ -18,7 +18,6 @@ from dataclasses import dataclass, fields
 from typing import Self
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 Correct = Callable[[Tensor], Tensor]
@@ -51,13 +50,21 @@ STALE = 4
 """Steps without a gain after which a sample within the tolerance is done."""
 PATIENCE = 20
 """Steps without a gain after which others go back, and take as many plain steps."""
-ROUGH = 4
+ROUGH = 5
+"""Evaluations of low precision, at most."""
+NOISE = 0.1
+"""What steps of low precision count as unknown, relative to the length of g(x): well above their rounding errors, which
+are much the same at all points, so that combinations keep them."""
 NEAR = 0.1
 """Low precision leads no further than about so close, in shares of the first residual, and is not asked more often."""
-SLOW = 0.1
-"""The share of a residual's length that a plain step leaves, from which on steps are corrected."""
 WORTH_LEAVING = 0.75
 """Samples that are done leave when no more than this share would stay: what the others remember is copied then."""
+
+
+def residual_goals(y: Tensor, tolerance: float | None) -> Tensor:
+    """The largest entry that each sample's residual is brought to."""
+    tolerance = default_tolerance(y.dtype) if tolerance is None else tolerance
+    return GOAL * tolerance * (1 + y.flatten(1).abs().amax(1))
 
 
 def fixed_point(
@@ -68,11 +75,13 @@ def fixed_point(
     start: Tensor | None = None,
     rough: Callable[[Tensor], Tensor] | None = None,
     corrector: Callable[[Tensor], Correct | None] = lambda _: None,
+    rough_steps: int = ROUGH,
 ) -> Tensor:
     """Solves x + g(x) = y for each row, to |x + g(x) - y| <= tolerance * (1 + |y|) in the largest entry.
 
-    It begins at `start` (y, if there is none), with `rough`, a g of low precision, as far as that leads. Where plain
-    steps gain slowly, `corrector` is asked, at the points reached, for what makes better ones of residuals.
+    It begins at `start` (y, if there is none), with `rough`, a g of low precision, as far as that leads, and no more
+    than `rough_steps` times. `corrector` is asked, at each of the points reached, for what makes better steps of
+    residuals.
 
     >>> y = torch.tensor([[1.0], [-2.0]], dtype=torch.float64)
     >>> x = fixed_point(lambda x: 0.9 * torch.sin(x), y)
@@ -84,37 +93,35 @@ def fixed_point(
     search = Search.of(layout.rows(y), tolerance)
     found = search.y.clone()
     x = search.y if start is None else layout.rows(start)
-    past, correct = Past(x), None
+    past = Past(x)
     for iteration in range(iterations):
-        moved = search.y - layout.rows((rough or g)(layout.samples(x)))
+        value = layout.rows((rough or g)(layout.samples(x)))
+        moved = search.y - value
         residual = moved - x
         square = torch.linalg.vecdot(residual, residual)
         if iteration == 0:
-            first = square
-        elif iteration == 1 and bool((square > SLOW**2 * first).any()) and (correct := corrector(layout.samples(x))):
-            past.forget(torch.ones_like(search.finished))
-        step = layout.rows(correct(layout.samples(residual))) if correct else residual
-        if rough:
-            # Rough residuals are no measure for exact ones: nothing is judged by them.
-            if iteration == ROUGH or bool(square.sum() <= NEAR**2 * first.sum()):
-                rough = None
-            past.add(x, step)
-            x = past.best()
-            continue
-        done = search.judge(moved, square, residual.abs().amax(1))
-        if bool(done.any()):
-            found[search.index[done]] = x[done]
-            left = len(done) - int(search.finished.sum())
-            if not left:
-                return layout.samples(found).contiguous()
-            if left <= WORTH_LEAVING * len(done):
-                keep = ~search.finished
-                x, moved, square, step = (each[keep] for each in (x, moved, square, step))
-                search.keep(keep)
-                past.keep(keep)
-        past.add(x, step)
-        lost, plain = search.astray(square)
+            first = square.sum()
+        # Rough residuals are no measure for exact ones: nothing is judged by them.
+        if not rough:
+            done = search.judge(moved, square, residual.abs().amax(1))
+            if bool(done.any()):
+                found[search.index[done]] = x[done]
+                left = len(done) - int(search.finished.sum())
+                if not left:
+                    return layout.samples(found).contiguous()
+                if left <= WORTH_LEAVING * len(done):
+                    keep = ~search.finished
+                    x, moved, residual, square = (each[keep] for each in (x, moved, residual, square))
+                    search.keep(keep)
+                    past.keep(keep)
+        correct = corrector(layout.samples(x))
+        noise = NOISE**2 * torch.linalg.vecdot(value, value) if rough else 0
+        past.add(x, layout.rows(correct(layout.samples(residual))) if correct else residual, noise)
         x = past.best()
+        if rough:
+            rough = None if iteration + 1 == rough_steps or bool(square.sum() <= NEAR**2 * first) else rough
+            continue
+        lost, plain = search.astray(square)
         if bool((lost | plain).any()):
             x = torch.where(lost[:, None], search.back, torch.where(plain[:, None], moved, x))
             past.forget(lost)
@@ -200,21 +207,25 @@ class Past:
     def __init__(self, like: Tensor) -> None:
         n, d = like.shape
         self.size = min(MEMORY, d + 1)
-        self.steps, self.results = (like.new_zeros(n, self.size, d) for _ in range(2))
+        self.steps, self.results = (like.new_empty(n, self.size, d) for _ in range(2))
         self.gram = like.new_zeros(n, self.size, self.size)
-        self.slot = 0
+        self.ridge = torch.finfo(like.dtype).eps * torch.eye(self.size, dtype=like.dtype, device=like.device)
+        self.added = 0
 
     def keep(self, which: Tensor) -> None:
         """Go on with these samples only."""
         self.steps, self.results, self.gram = self.steps[which], self.results[which], self.gram[which]
 
-    def add(self, x: Tensor, step: Tensor) -> None:
-        self.slot = (self.slot + 1) % self.size
-        self.steps[:, self.slot] = step
-        torch.add(x, step, out=self.results[:, self.slot])
-        products = (step.unsqueeze(1) @ self.steps.mT)[:, 0]
-        self.gram[:, self.slot] = products
-        self.gram[:, :, self.slot] = products
+    def add(self, x: Tensor, step: Tensor, noise: Tensor | float) -> None:
+        """A step from x, of which so much is expected to be noise: the square of its length."""
+        slot = self.added % self.size
+        self.added += 1
+        self.steps[:, slot] = step
+        torch.add(x, step, out=self.results[:, slot])
+        products = (self.steps[:, slot, None] @ self.steps[:, : self.added].mT)[:, 0]
+        self.gram[:, slot, : self.added] = products
+        self.gram[:, : self.added, slot] = products
+        self.gram[:, slot, slot] += noise
 
     def forget(self, which: Tensor) -> None:
         """All steps of these samples."""
@@ -222,14 +233,15 @@ class Past:
 
     def best(self) -> Tensor:
         """The best combination; where there is none, the last step's result."""
-        limits = torch.finfo(self.gram.dtype)
-        squares = self.gram.diagonal(dim1=1, dim2=2)
+        last, used = (self.added - 1) % self.size, min(self.added, self.size)
+        gram, tiny = self.gram[:, :used, :used], torch.finfo(self.gram.dtype).tiny
+        squares = gram.diagonal(dim1=1, dim2=2)
         # Steps shorten as x converges: made equally long, they are solved for equally well.
-        scale = torch.where(squares > limits.tiny, squares.clamp_min(limits.tiny).rsqrt(), 0)
-        eye = torch.eye(self.size, dtype=scale.dtype, device=scale.device)
-        gram = self.gram * scale[:, :, None] * scale[:, None] + limits.eps * eye
+        scale = torch.where(squares > tiny, squares.clamp_min(tiny).rsqrt(), 0)
+        gram = torch.addcmul(self.ridge[:used, :used], gram, scale[:, :, None] * scale[:, None])
         weights = scale * torch.linalg.solve_ex(gram, scale[:, :, None]).result[:, :, 0]
         weights = weights / weights.sum(1, keepdim=True)
-        last = F.one_hot(torch.tensor(self.slot, device=scale.device), self.size).to(weights)
-        weights = torch.where(torch.isfinite(weights).all(1, keepdim=True), weights, last)
-        return (weights.unsqueeze(1) @ self.results)[:, 0]
+        known = torch.isfinite(weights).all(1, keepdim=True)
+        if not bool(known.all()):
+            weights = torch.where(known, weights, torch.eye(used, dtype=scale.dtype, device=scale.device)[last])
+        return (weights.unsqueeze(1) @ self.results[:, :used])[:, 0]

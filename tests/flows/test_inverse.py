@@ -71,6 +71,24 @@ def test_a_rough_beginning_is_not_believed():
     assert (x + strong_rotation(x) - y).abs().max() < 1e-12 * (1 + y.abs().max())
 
 
+def test_samples_that_are_done_at_once_leave():
+    """A start may be the solution already for most samples."""
+    y = torch.randn(50, 2, generator=stream(0, "y"), dtype=torch.float64)
+    right = fixed_point(strong_rotation, y)
+    start = torch.where(torch.arange(50)[:, None] < 40, right, y)
+    torch.testing.assert_close(fixed_point(strong_rotation, y, start=start), right)
+
+
+@torch.no_grad()
+def test_rough_values_are_asked_for_no_more_often_than_allowed():
+    g = small_image_flow("idensenet-lc", dtype=torch.float64).blocks[0].branch()
+    y = torch.randn(16, g.maps[-1].last.weight.shape[0], 8, 8, generator=stream(0, "y"), dtype=torch.float64)
+    rough, calls = counted(evaluator(g, torch.bfloat16))
+    x = fixed_point(g.value, y, rough=rough, rough_steps=1)
+    assert len(calls) == 1
+    torch.testing.assert_close(x + g.value(x), y)
+
+
 def test_a_fitted_convolution_undoes_most_of_a_block():
     g = small_image_flow("idensenet-lc", dtype=torch.float64).blocks[0].branch()
     channels = g.maps[-1].last.weight.shape[0]
