@@ -24,8 +24,14 @@ def kernel_library(name: str) -> ctypes.CDLL | None:
         return ctypes.CDLL(str(_compiled(name)))
     except (OSError, subprocess.CalledProcessError) as error:
         reason = error.stderr.strip().splitlines() if isinstance(error, subprocess.CalledProcessError) else [str(error)]
-        logging.getLogger(__name__).warning("the kernel %s is not compiled: %s", name, (reason or [error])[0])
+        _warn(str((reason or [error])[0]))
         return None
+
+
+@cache
+def _warn(reason: str) -> None:
+    """Once for all kernels that the same thing keeps from being made."""
+    logging.getLogger(__name__).warning("kernels of our own are not compiled: %s", reason)
 
 
 def addresses(tensors: Sequence[Tensor | None]) -> ctypes.Array[ctypes.c_void_p]:
