@@ -43,6 +43,8 @@ class Job:
     """The plain side's rule in training, where it differs."""
     power_iterations: int = 1
     """The plain side's after each step."""
+    steps: int = 1
+    """In a row per repetition: short ones on their own would measure how a process wakes up."""
     overrides: dict[str, Any] = field(default_factory=dict)
     weights: str | None = None
     """A file with a trained flow, instead of a new one."""
@@ -101,8 +103,9 @@ def serve(job: Job, connection: Connection) -> None:
         except EOFError:
             return
         start = clock()
-        work(seed)
-        seconds = clock() - start
+        for step in range(job.steps):
+            work(job.steps * seed + step)
+        seconds = (clock() - start) / job.steps
         connection.send(Measured(seconds, resident()[1] - bare))
 
 
