@@ -69,7 +69,14 @@ ROWS = (
         rounds=1,
         measure="limit",
     ),
-    Row("norms", "power iteration, share of a step", replace(DENSE, work="norms"), DENSE, 0.05, measure="share"),
+    Row(
+        "norms",
+        "power iteration, share of a step",
+        replace(DENSE, work="norms", steps=4),
+        DENSE,
+        0.05,
+        measure="share",
+    ),
     Row("evaluate", "CIFAR10 i-DenseNet+LC, 20 exact terms", EVALUATE, replace(EVALUATE, ours=False), 3.0, rounds=3),
     Row("sample", "CIFAR10 i-DenseNet+LC, sampling", SAMPLE, replace(SAMPLE, ours=False), 4.0, rounds=3),
 )
