@@ -11,6 +11,7 @@ import torch
 from idn.errors import UserError
 from idn.flows.files import EMA_PREFIX, load
 from idn.flows.flow import Flow
+from idn.memory import keep_freed_memory
 
 RUN_FILES = ("config.json", "metrics.jsonl")
 MODEL_TITLES = {"residual": "Residual Flow", "idensenet": "i-DenseNet", "idensenet-lc": "i-DenseNet+LC"}
@@ -100,6 +101,7 @@ def open_model(path: Path, raw: bool = False) -> Model:
     if not path.exists():
         raise UserError(f"no file or folder {path}; expected a run's folder or a flow's file")
     file = find_model(path)
+    keep_freed_memory()
     flow = load(file, ema=not raw).to("cuda" if torch.cuda.is_available() else "cpu")
     run = find_run(path)
     weights = "averaged" if not raw and has_average(file) else "raw"
