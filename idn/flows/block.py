@@ -10,7 +10,7 @@ from idn.flows.correction import Inverter
 from idn.flows.draws import Draws
 from idn.flows.elementary import Layer
 from idn.flows.fuse import fused_or, is_fusing
-from idn.flows.logdet import LogdetRule, block_logdet, exact_logdet, plane_step
+from idn.flows.logdet import LogdetRule, block_logdet, exact_logdet, parts, plane_step
 from idn.flows.maps import InPrecision
 from idn.flows.plane import native_step
 
@@ -34,6 +34,11 @@ class Block(Layer):
         else:
             gx, logdet = block_logdet(self.branch(), x, draws, rule, self.recompute, again=self.branch)
         return x + gx, logdet
+
+    def moved(self, x: Tensor) -> Tensor:
+        """F(x) alone, outside any graph."""
+        g = self.branch()
+        return x + torch.cat([g.value(x[part]) for part in parts(x, self.recompute)])
 
     def inverse(self, y: Tensor, tolerance: float | None = None) -> Tensor:
         g = self.branch()

@@ -13,8 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from idn.flows.dense_images import image_again, image_run
 from idn.flows.features import Feature, SlicesPull, feature_of
-from idn.flows.maps import Affine, Gradients, Map, Run, Weights
+from idn.flows.maps import Affine, Back, Gradients, Map, Run, Weights
 from idn.flows.rows import channels_last, empty_rows, gathered, over_points, wide
 from idn.flows.slices import Ending, Slices
 from idn.flows.swish import NARROW
@@ -89,6 +90,12 @@ class DenseNet(Map):
         return steps[::-1], passed
 
     def run(self, rows: Tensor, n: int) -> Run:
+        return image_run(self, rows, n) or self._run(rows, n)
+
+    def again(self, rows: Tensor, n: int, kept: tuple[Tensor, ...]) -> Back:
+        return image_again(self, rows, n, kept) or self._run(rows, n).back
+
+    def _run(self, rows: Tensor, n: int) -> Run:
         steps, passed = self.steps()
         ending = self._ending(empty_rows(len(rows), len(self.last.weight), wide(rows)).zero_()) if self.narrow else None
         made = self._make(rows, n, ending)
@@ -128,7 +135,7 @@ class DenseNet(Map):
             into_weights.append(torch.cat(into_last, 1))
             found: Gradients = []
             for into_weight, into_feature, into_factors in zip(
-                into_weights[:-1], into_features, self._into_factors(into_weights), strict=True
+                into_weights[:-1], into_features, self.into_factors(into_weights), strict=True
             ):
                 found += [into_weight, *into_feature, *into_factors]
             found += [into_weights[-1], over_points(grad[:n], self.last.bias.dtype)]
@@ -174,7 +181,7 @@ class DenseNet(Map):
             made.entered.append(y)
         return made
 
-    def _into_factors(self, into_weights: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    def into_factors(self, into_weights: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
         """Gradients of a and b of each layer. What they multiply are columns of all weights of later maps."""
         found: list[tuple[Tensor, Tensor]] = []
         into_channels = self.last.along_weight(into_weights[-1])

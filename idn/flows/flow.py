@@ -160,7 +160,7 @@ class Flow(nn.Module):
                 continue
             if isinstance(layer, ActNorm) and not layer.initialized:
                 layer.initialize(x, reduce)
-            x = x + layer.branch().value(x) if isinstance(layer, Block) else layer(x, None, rule)[0]
+            x = layer.moved(x) if isinstance(layer, Block) else layer(x, None, rule)[0]
 
     @torch.no_grad()
     def update_norms(self, iterations: int | None = None) -> None:

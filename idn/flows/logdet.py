@@ -33,7 +33,7 @@ CHECKED = 5
 PARTS = 4
 """Pieces in which a batch is recomputed on a GPU."""
 PIXELS = 8192
-"""Pixels of a piece on a CPU; half of them when recomputing."""
+"""Pixels of a piece for every two threads of a CPU; half of them when recomputing."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ def series_logdet(
     if torch.is_grad_enabled():
         gx, logdet = _Series.apply(g, x, v, coefficients, again, *g.tensors())
         return gx, logdet
-    gx, pull, _ = g.run(x, len(x))
+    gx, pull, *_ = g.run(x, len(x))
     return gx, series_value(pull, v, coefficients, len(x))
 
 
@@ -172,8 +172,8 @@ class _Series(torch.autograd.Function):
     """g(x) and its log-det as one node of the graph, the gradient of w^T J v with it.
 
     The batch is taken in parts, one after the other, since what a pass makes on the way is many times larger than what
-    it needs or leaves. Recomputing, only x, v and w are kept, and the backward pass makes the activations again with
-    the map that `again` gives.
+    it needs or leaves. Recomputing, only x, v and w are kept, and what the map itself finds worth it; the backward pass
+    makes the activations again with the map that `again` gives.
     """
 
     @staticmethod
@@ -191,11 +191,11 @@ class _Series(torch.autograd.Function):
             x_part, v_part = x[part], v.unflatten(0, (-1, len(x)))[:, part].flatten(0, 1)
             n, rows = len(x_part), torch.cat([x_part, v_part])
             if again is not None:
-                gx, pull, _ = g.run(x_part, n)
+                gx, pull, _, kept = g.run(x_part, n)
                 value, w = power_series(pull, v_part, None, coefficients, n)
-                ctx.parts.append((part, w, rows))
+                ctx.parts.append((part, w, (rows, n, kept)))
             else:
-                out, pull, back = g.run(rows, n)
+                out, pull, back, _ = g.run(rows, n)
                 gx = out[:n]
                 value, w = power_series(pull, v_part, out[n:], coefficients, n)
                 ctx.parts.append((part, w, back))
@@ -218,7 +218,7 @@ class _Series(torch.autograd.Function):
         while left:  # the graph may outlive its gradients, so each part goes as soon as it is used
             part, w, kept = left.pop(0)
             n = len(into_points[part])
-            back = kept if g is None else g.run(kept, n).back
+            back = kept if g is None else g.again(*kept)
             into_rows, found = back(torch.cat([into_points[part], per_point(w, per_tangent[part])]))
             into_x.append(into_rows[:n])
             sums = [total.add_(one) for total, one in zip(sums, found, strict=True)] if sums else found
@@ -229,7 +229,8 @@ class _Series(torch.autograd.Function):
 def parts(x: Tensor, recompute: bool) -> list[slice]:
     """A batch in pieces. A CPU is as fast on some thousand pixels; a GPU gets smaller ones only to save memory."""
     if x.device.type == "cpu":
-        size = max(1, PIXELS // (math.prod(x.shape[2:]) * (2 if recompute else 1)))
+        pixels = PIXELS * max(1, torch.get_num_threads() // 2)
+        size = max(1, pixels // (math.prod(x.shape[2:]) * (2 if recompute else 1)))
     else:
         size = math.ceil(len(x) / PARTS) if recompute else len(x)
     return [slice(start, start + size) for start in range(0, len(x), size)]
@@ -243,7 +244,7 @@ def jacobian(g: Map, x: Tensor) -> tuple[Tensor, Tensor]:
         basis = eye[:, None].expand(d, n, d).reshape(d * n, *x.shape[1:])
         rows, _ = g.push(torch.cat([x, basis]), n)
         return rows[:n], rows[n:].reshape(d, n, d).permute(1, 2, 0)
-    gx, pull, _ = g.run(x, n)
+    gx, pull, *_ = g.run(x, n)
     chunks = eye.split(max(1, 1024 // n))
     parts = [pull(part[:, None].expand(-1, n, d).reshape(-1, *x.shape[1:])).reshape(len(part), n, d) for part in chunks]
     return gx, torch.cat(parts).transpose(0, 1)

@@ -41,6 +41,8 @@ class Run(NamedTuple):
     """u -> J^T u at the points, for one or more groups of rows."""
     back: Back
     """Gradient of `rows` -> gradients of the incoming rows and of the map's `tensors()`."""
+    kept: tuple[Tensor, ...] = ()
+    """Of points alone: what spares `Map.again` the most arithmetic for the memory it takes."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,10 @@ class Map(Weights, ABC):
     def run(self, rows: Tensor, n: int) -> Run:
         """Values and tangents together, with what their derivatives need. Called where gradients are disabled."""
 
+    def again(self, rows: Tensor, n: int, kept: tuple[Tensor, ...]) -> Back:
+        """`run(rows, n).back` where nothing else of the run is wanted, with what a run of the points kept."""
+        return self.run(rows, n).back
+
     @abstractmethod
     def tangents(self, rows: Tensor, n: int) -> Tensor:
         """The rows of `run` in plain torch, which automatic differentiation and the compiler can follow."""
@@ -103,7 +109,7 @@ class _Pushed(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, g: Map, rows: Tensor, n: int, pulls: list[Pull], *tensors: Tensor) -> Tensor:
-        out, pull, ctx.back = g.run(rows, n)
+        out, pull, ctx.back, _ = g.run(rows, n)
         pulls.append(pull)
         return out
 
@@ -195,10 +201,12 @@ class Chain(Map):
         return rows
 
     def run(self, rows: Tensor, n: int) -> Run:
+        if len(self.maps) == 1:
+            return self.maps[0].run(rows, n)
         pulls: list[Pull] = []
         backs: list[Back] = []
         for part in self.maps:
-            rows, pull_part, back_part = part.run(rows, n)
+            rows, pull_part, back_part, _ = part.run(rows, n)
             pulls.append(pull_part)
             backs.append(back_part)
 
@@ -216,6 +224,9 @@ class Chain(Map):
 
         return Run(rows, pull, back)
 
+    def again(self, rows: Tensor, n: int, kept: tuple[Tensor, ...]) -> Back:
+        return self.maps[0].again(rows, n, kept) if len(self.maps) == 1 else self.run(rows, n).back
+
 
 @dataclass(frozen=True)
 class InPrecision(Map):
@@ -231,10 +242,16 @@ class InPrecision(Map):
         return self.inner.tangents(rows.to(self.dtype), n).to(rows.dtype)
 
     def run(self, rows: Tensor, n: int) -> Run:
-        out, pull, back = self.inner.run(rows.to(self.dtype), n)
+        out, pull, back, kept = self.inner.run(rows.to(self.dtype), n)
+        back = self._widened(back, rows.dtype)
+        return Run(out.to(rows.dtype), lambda u: pull(u.to(self.dtype)).to(u.dtype), back, kept)
 
-        def back_in_precision(grad: Tensor) -> tuple[Tensor, Gradients]:
+    def again(self, rows: Tensor, n: int, kept: tuple[Tensor, ...]) -> Back:
+        return self._widened(self.inner.again(rows.to(self.dtype), n, kept), rows.dtype)
+
+    def _widened(self, back: Back, dtype: torch.dtype) -> Back:
+        def widened(grad: Tensor) -> tuple[Tensor, Gradients]:
             into_rows, into_tensors = back(grad.to(self.dtype))
-            return into_rows.to(rows.dtype), into_tensors
+            return into_rows.to(dtype), into_tensors
 
-        return Run(out.to(rows.dtype), lambda u: pull(u.to(self.dtype)).to(u.dtype), back_in_precision)
+        return widened

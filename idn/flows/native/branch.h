@@ -16,13 +16,15 @@ template <class X>
 struct Swish {
     X value, slope, hill, bend;
     Swish(X x, const Activation& phi) {
-        X q = phi.beta * x, gate = 1 / (1 + exponential(-q)), part = gate * phi.share;
+        X q = phi.beta * x, gate = reciprocal(1 + exponential(-q)), part = gate * phi.share;
         hill = part * (1 - gate);
         value = x * part;
         slope = part + q * hill;
         bend = hill * (2 + q * (1 - 2 * gate));
     }
     static float exponential(float x) { return std::exp(std::min(x, 87.0f)); }
+    static float reciprocal(float x) { return 1 / x; }
+    static V reciprocal(V x) { return ::reciprocal(x); }
     static V exponential(V x) { return ::exponential(x); }
 };
 

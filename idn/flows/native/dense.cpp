@@ -1,0 +1,222 @@
+// Dense branches of images: values and tangents, J^T u, and gradients, one image after the other, so that what a branch
+// makes on the way stays in the cache and takes no memory. What is kept between the passes are y of the layers whose
+// gradients are wanted, as far as the caller has room for it, and the slopes r a phi' of the points: rows of channels
+// padded to whole vectors.
+#include "passes.h"
+
+namespace {
+
+float* aligned(float* start) { return (float*)(((uintptr_t)start + 63) / 64 * 64); }
+
+// Memory that a thread goes on using.
+float* memory(size_t floats) {
+    static thread_local std::vector<float> kept;
+    if (kept.size() < floats + LANES) kept.resize(floats + LANES);
+    return aligned(kept.data());
+}
+
+struct Space {
+    float* next;
+
+    template <class Number>
+    Number* take(long numbers) {
+        Number* start = (Number*)next;
+        next += up((numbers * sizeof(Number) + 3) / 4, LANES);
+        return start;
+    }
+    float* image(const Frame& frame, const Planes& planes) {
+        float* start = take<float>(planes.count() * frame.plane());
+        frame.clear_margin(start, planes.count());
+        return start;
+    }
+};
+
+// Calls each(slot, image, space) for all images; slots are threads, and take turns.
+template <class Each>
+void over_images(int count, int threads, size_t floats, Each each) {
+#pragma omp parallel for num_threads(threads) schedule(static, 1)
+    for (int slot = 0; slot < threads; ++slot) {
+        float* start = memory(floats);
+        for (int image = slot; image < count; image += threads) each(slot, image, Space{start});
+    }
+}
+
+// Where a layer's y of one image are: kept ones of the first `known` rows, or in space.
+template <class Number>
+struct Rows {
+    Number* row[MOST_ROWS] = {};
+    int known = 0;
+};
+
+template <class T, class Number = typename T::Number>
+void forward(const Call& call, const Number* x, void* const* kept, void* const* slopes, float* out) {
+    Net<T> net(call);
+    Passes<T> pass(net, call);
+    const long pixels = pass.pixels();
+    over_images(call.points, call.threads, pass.rows * pass.size(net.features), [&](int, int p, Space space) {
+        float* f[MOST_ROWS];
+        for (int r = 0; r < pass.rows; ++r) {
+            f[r] = space.image(pass.frame, net.features);
+            pass.enter(x + ((long)r * call.points + p) * pixels * net.channels, pass.passed, f[r]);
+        }
+        for (int l = 0; l < net.depth; ++l) {
+            const long size = pixels * net.padded(l);
+            Number* y[MOST_ROWS];
+            for (int r = 0; r < pass.rows; ++r) y[r] = (Number*)kept[l] + ((long)r * call.points + p) * size;
+            pass.layer(l, f, {kept[l] ? y : nullptr, 0, (Number*)slopes[l] + p * net.sides * size, f});
+        }
+        for (int r = 0; r < pass.rows; ++r)
+            pass.last(f[r], r ? nullptr : call.biases[net.depth], out + ((long)r * call.points + p) * pixels * net.channels);
+    });
+}
+
+template <class T, class Number = typename T::Number>
+void pull(const Call& call, int count, const Number* u, void* const* slopes, float* out) {
+    Net<T> net(call);
+    Passes<T> pass(net, call);
+    const long pixels = pass.pixels();
+    over_images(count, call.threads, pass.size(net.slots) + up(pass.shares(), LANES), [&](int, int i, Space space) {
+        float* t = space.image(pass.frame, net.slots);
+        pass.enter(u + i * pixels * net.channels, 1, t);
+        std::vector<const Number*> own;
+        for (int l = 0; l < net.depth; ++l)
+            own.push_back((const Number*)slopes[l] + i % call.points * pixels * net.sides * net.padded(l));
+        pass.pull(own.data(), t, space.take<float>(pass.shares()), out + i * pixels * net.channels);
+    });
+}
+
+// Sums of all threads to the gradients: weight, bias and beta of each layer, then the last weight.
+template <class T>
+void gather(const Passes<T>& pass, const float* total, const std::vector<double>& betas, float* const* gradients) {
+    const Net<T>& net = pass.net;
+    const int threads = pass.call.threads;
+    const long sums = pass.all_sums();
+    auto summed = [&](long at) {
+        V sum = {};
+        for (int slot = 0; slot < threads; ++slot) sum += load(total + slot * sums + at);
+        return sum;
+    };
+    for (int l = 0; l <= net.depth; ++l) {
+        const int taps = net.taps(l), inputs = net.column(l + 1);
+        const long stride = pass.padded_columns(l), weight = pass.weight_sums(l);
+#pragma omp parallel for num_threads(threads)
+        for (int first = 0; first < net.outputs[l]; first += LANES)
+            for (int c = 0; c < inputs; ++c)
+                for (int tap = 0; tap < taps; ++tap) {
+                    V sum = summed(weight + ((long)tap * inputs + c) * stride + first);
+                    float* to = gradients[3 * l] + ((long)first * inputs + c) * taps + tap;
+                    for (int o = 0; o < std::min(LANES, net.outputs[l] - first); ++o) to[(long)o * inputs * taps] = sum[o];
+                }
+        if (l == net.depth) break;
+        double beta = 0;
+        for (int slot = 0; slot < threads; ++slot) beta += betas[slot * net.depth + l];
+        *gradients[3 * l + 2] = beta;
+        for (int o = 0; o < net.outputs[l]; o += LANES) put(gradients[3 * l + 1] + o, summed(pass.bias_sums(l) + o), net.outputs[l] - o);
+    }
+}
+
+// `known`: of how many rows per point each layer's y are kept.
+template <class T, class Number = typename T::Number>
+void backward(const Call& call, const Number* x, void* const* kept, const int32_t* known, const Number* grad, float* into,
+              float* const* gradients) {
+    Net<T> net(call);
+    Passes<T> pass(net, call);
+    const int rows = pass.rows, depth = net.depth;
+    const long pixels = pass.pixels(), sums = pass.all_sums();
+    int unknown = 0;  // layers whose y is made again, and before them
+    size_t needed = rows * (pass.size(net.features) + pass.size(net.slots) + up(pass.shares(), LANES));
+    if (Passes<T>::PAIRED) needed += pass.pairs * (pass.size(net.feature_pairs) + pass.size(net.slot_pairs));
+    for (int l = 0; l < depth; ++l)
+        if (known[l] < rows) needed += rows * up(pixels * net.padded(l), LANES), unknown = l + 1;
+    std::vector<float> room((size_t)call.threads * sums + LANES);
+    float* total = aligned(room.data());
+    std::vector<double> betas((size_t)call.threads * depth);
+    over_images(call.points, call.threads, needed, [&](int slot, int p, Space space) {
+        float *f[MOST_ROWS], *t[MOST_ROWS], *leaving[MOST_ROWS], *f_words[MOST_ROWS], *t_words[MOST_ROWS];
+        std::vector<Rows<Number>> y(depth);
+        for (int r = 0; r < rows; ++r) {
+            const long row = (long)r * call.points + p, numbers = pixels * net.channels;
+            f[r] = space.image(pass.frame, net.features), t[r] = space.image(pass.frame, net.slots);
+            pass.enter(x + row * numbers, pass.passed, f[r]);
+            pass.enter(grad + row * numbers, 1, t[r]);
+            leaving[r] = into + row * numbers;
+            for (int l = 0; l < depth; ++l) {
+                const long size = pixels * net.padded(l);
+                y[l].row[r] = r < known[l] ? (Number*)kept[l] + row * size : space.take<Number>(size);
+            }
+        }
+        for (int k = 0; k < pass.pairs; ++k) {
+            f_words[k] = Passes<T>::PAIRED ? space.image(pass.frame, net.feature_pairs) : f[k];
+            t_words[k] = Passes<T>::PAIRED ? space.image(pass.frame, net.slot_pairs) : t[k];
+        }
+        pass.pair_up(f, f_words);
+        pass.pair_up(t, t_words);
+        for (int l = 0; l < unknown; ++l) pass.layer(l, f, {y[l].row, known[l], nullptr, l + 1 < unknown ? f : nullptr});
+        float* own = total + slot * sums;
+        for (int l = depth - 1; l >= 0; --l)
+            pass.back(l, y[l].row, t, t_words, f_words, own + pass.bias_sums(l), &betas[slot * depth + l]);
+        pass.leave(t, rows, space.take<float>(rows * pass.shares()), leaving);
+        pass.correlate_all(f_words, t_words, own);
+    });
+    gather(pass, total, betas, gradients);
+}
+
+template <class Body>
+void in_precision(int low, Body body) {
+#ifdef __AVX512BF16__
+    if (low) return body(Low());
+#endif
+    body(Full());
+}
+
+}  // namespace
+
+extern "C" {
+
+int dense_low() {
+#ifdef __AVX512BF16__
+    return 1;
+#else
+    return 0;
+#endif
+}
+
+int dense_lanes() { return LANES; }
+int dense_most_rows() { return MOST_ROWS; }
+
+int64_t dense_words(const Call* call) {
+    int64_t count;
+    in_precision(call->low, [&](auto type) { count = Net<decltype(type)>(*call).words; });
+    return count;
+}
+
+void dense_pack(const Call* call, const void* const* weights, float* words) {
+    in_precision(call->low, [&](auto type) {
+        using T = decltype(type);
+        Net<T>(*call).pack((const typename T::Number* const*)weights, call->threads, words);
+    });
+}
+
+void dense_forward(const Call* call, const void* x, void* const* kept, void* const* slopes, float* out) {
+    in_precision(call->low, [&](auto type) {
+        using T = decltype(type);
+        forward<T>(*call, (const typename T::Number*)x, kept, slopes, out);
+    });
+}
+
+void dense_pull(const Call* call, int count, const void* u, void* const* slopes, float* out) {
+    in_precision(call->low, [&](auto type) {
+        using T = decltype(type);
+        pull<T>(*call, count, (const typename T::Number*)u, slopes, out);
+    });
+}
+
+void dense_backward(const Call* call, const void* x, void* const* kept, const int32_t* known, const void* grad, float* into,
+                    float* const* gradients) {
+    in_precision(call->low, [&](auto type) {
+        using T = decltype(type);
+        using Number = typename T::Number;
+        backward<T>(*call, (const Number*)x, kept, known, (const Number*)grad, into, gradients);
+    });
+}
+}
