@@ -24,8 +24,19 @@ class Block(Layer):
         super().__init__()
         self.branch = branch
         self.name = name
-        self.recompute = False
+        self._recompute = False
         self.inverter = Inverter()
+
+    @property
+    def recompute(self) -> bool:
+        """Whether activations, and slopes of norms, are made again in the backward pass instead of kept."""
+        return self._recompute
+
+    @recompute.setter
+    def recompute(self, on: bool) -> None:
+        self._recompute = on
+        for layer in self.branch.spectral_layers():
+            layer.sparing = on
 
     def forward(self, x: Tensor, draws: Draws, rule: LogdetRule, *_: Any) -> tuple[Tensor, Tensor]:
         if rule.rule == "exact" and x.shape[1:] == (2,) and torch.is_grad_enabled():

@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 FEW = 8
 """Channels that come in are few where so many times as many come out: then the product is quickly made again."""
 
+ROOM = 512
+"""Bytes that recomputing may keep of a point's pixel: a layer of 128 channels in fp32, two in bf16."""
+
 
 def image_run(net: "DenseNet", rows: Tensor, n: int) -> Run | None:
     """`net.run(rows, n)`."""
@@ -91,45 +94,60 @@ class _Images:
         steps, self.passed = net.steps()
         self.layers = [_Layer(step.affine, _swish(step.feature), self._padded(len(step.affine.bias))) for step in steps]
         self.mirrored = self.layers[0].swish.mirrored
+        self.call = self._call()
 
     def run(self) -> Run:
-        """What products made is kept for the gradients, as far as it is not quickly made again. Of points alone, which
-        have no gradients unless tangents come later, it is what saves the most: that of the last layer."""
-        rows, n, call = self.rows, self.n, self._call()
+        """What products made is kept for the gradients, as far as it is not quickly made again. Of points alone, whose
+        gradients come later if at all, it is that of as many of the last layers as there is room for."""
+        rows, n, layers = self.rows, self.n, self.layers
         points_alone = len(rows) == n
+        spared = self._spared()
         kept = [
-            None
-            if layer.quick or (points_alone and layer is not self.layers[-1])
-            else empty_rows(len(rows), layer.padded, rows)
-            for layer in self.layers
+            [] if (i < spared if points_alone else layer.quick) else self._images_of(layer.padded)
+            for i, layer in enumerate(layers)
         ]
-        slopes = [empty_rows(n, layer.padded * (1 + self.mirrored), rows) for layer in self.layers]
+        slopes = [empty_rows(n, layer.padded * (1 + self.mirrored), rows) for layer in layers]
         out = torch.empty_like(rows, dtype=torch.float32)
-        self.kernel.dense_forward(call.reference, rows.data_ptr(), addresses(kept), addresses(slopes), out.data_ptr())
+        self.kernel.dense_forward(self._ready(), rows.data_ptr(), self._places(kept), addresses(slopes), out.data_ptr())
 
         def pull(u: Tensor) -> Tensor:
-            u, call = channels_last(u), self._call()
+            u = channels_last(u)
             into = torch.empty_like(u, dtype=torch.float32)
-            self.kernel.dense_pull(call.reference, len(u), u.data_ptr(), addresses(slopes), into.data_ptr())
+            self.kernel.dense_pull(self._ready(), len(u), u.data_ptr(), addresses(slopes), into.data_ptr())
             return into
 
-        worth = tuple(one for one in kept[-1:] if one is not None and points_alone)
+        worth = tuple(image for images in kept for image in images) if points_alone else ()
         return Run(out, pull, lambda grad: self._back(grad, kept), worth)
 
-    def again(self, kept: tuple[Tensor, ...]) -> Back:
-        missing: list[Tensor | None] = [None] * (len(self.layers) - len(kept))
-        return lambda grad: self._back(grad, [*missing, *kept])
+    def _spared(self) -> int:
+        """How many layers' products are not kept of points alone."""
+        room, spared = ROOM, len(self.layers)
+        while spared and (room := room - self.layers[spared - 1].padded * self.rows.element_size()) >= 0:
+            spared -= 1
+        return spared
 
-    def _back(self, grad: Tensor, kept: Sequence[Tensor | None]) -> tuple[Tensor, Gradients]:
-        net, call, grad = self.net, self._call(), channels_last(grad)
+    def again(self, kept: tuple[Tensor, ...]) -> Back:
+        images = [kept[start : start + self.n] for start in range(0, len(kept), self.n)]
+        return lambda grad: self._back(grad, [*[()] * (len(self.layers) - len(images)), *images])
+
+    def _images_of(self, channels: int) -> list[Tensor]:
+        """Room for that many channels of each image. Apart, they fit where gradients have been."""
+        size = channels * self.rows[0, 0].numel()
+        return [torch.empty(size, dtype=self.rows.dtype) for _ in self.rows]
+
+    def _places(self, kept: Sequence[Sequence[Tensor]]) -> Any:
+        """Of each layer's images, of the rows that are kept."""
+        return addresses([image for images in kept for image in (*images, *[None] * (len(self.rows) - len(images)))])
+
+    def _back(self, grad: Tensor, kept: Sequence[Sequence[Tensor]]) -> tuple[Tensor, Gradients]:
+        net, grad = self.net, channels_last(grad)
         into = torch.empty_like(self.rows, dtype=torch.float32)
         found: list[Tensor] = []
         for layer in self.layers:
             found += [torch.empty(layer.affine.weight.shape), torch.empty(len(layer.affine.bias)), torch.empty(())]
         found.append(torch.empty(net.last.weight.shape))
-        known = (ctypes.c_int32 * len(kept))(*[0 if one is None else len(one) // self.n for one in kept])
-        given = self.rows.data_ptr(), addresses(kept), known, grad.data_ptr()
-        self.kernel.dense_backward(call.reference, *given, into.data_ptr(), addresses(found))
+        given = self.rows.data_ptr(), self._places(kept), grad.data_ptr()
+        self.kernel.dense_backward(self._ready(), *given, into.data_ptr(), addresses(found))
         gradients: Gradients = []
         for i, (layer, into_factors) in enumerate(zip(self.layers, net.into_factors(found[::3]), strict=True)):
             weight, bias, beta = found[3 * i : 3 * i + 3]
@@ -142,9 +160,9 @@ class _Images:
 
     def _call(self) -> "_Call":
         net, shape = self.net, self.rows.shape
-        biases = [net.last.bias, *(layer.affine.bias for layer in self.layers)]
-        biases = [F.pad(bias, (0, self._padded(len(bias)) - len(bias))) for bias in (*biases[1:], biases[0])]
-        numbers = self._numbers()
+        biases = [*(layer.affine.bias for layer in self.layers), net.last.bias]
+        biases = [F.pad(bias.detach(), (0, self._padded(len(bias)) - len(bias))) for bias in biases]
+        starts, numbers = addresses(biases), self._numbers()
         outputs = (ctypes.c_int32 * len(self.layers))(*[len(layer.affine.bias) for layer in self.layers])
         call = _Call(
             low=self.rows.dtype == torch.bfloat16,
@@ -158,11 +176,23 @@ class _Images:
             rows=len(self.rows) // self.n,
             outputs=ctypes.cast(outputs, ctypes.c_void_p),
             numbers=numbers.data_ptr(),
-            biases=ctypes.cast(addresses(biases), ctypes.c_void_p),
+            biases=ctypes.cast(starts, ctypes.c_void_p),
         )
-        call.alive = outputs, biases, numbers
-        call.words = self._words(call).data_ptr()
+        call.alive = outputs, biases, starts, numbers
         return call
+
+    def _ready(self) -> Any:
+        """The call with the weights as the kernel reads them, made once for all parts of a batch."""
+        global _packed
+        if _packed is None or _packed.net() is not self.net:
+            _packed = None  # freed before others are made
+            weights = [*(layer.affine.weight for layer in self.layers), self.net.last.weight]
+            weights = [weight.detach().contiguous() for weight in weights]
+            words = torch.zeros(self.kernel.dense_words(self.call.reference))
+            self.kernel.dense_pack(self.call.reference, addresses(weights), words.data_ptr())
+            _packed = _Packed(weakref.ref(self.net), words)
+        self.call.words = _packed.words.data_ptr()
+        return self.call.reference
 
     def _numbers(self) -> Tensor:
         """beta, a, r and the divisor of each layer's r phi(a y + b), then what x is multiplied with: the first layer
@@ -174,17 +204,6 @@ class _Images:
             before = 1 / self.passed if before is None else before
             found += [beta.reshape(1), before.reshape(1), after.reshape(1), beta.new_full((1,), divisor)]
         return torch.cat([*found, self.passed.reshape(1)]).detach()
-
-    def _words(self, call: "_Call") -> Tensor:
-        """The weights as the kernel reads them, made once for all parts of a batch."""
-        global _packed
-        if _packed is None or _packed.net() is not self.net:
-            weights = [*(layer.affine.weight for layer in self.layers), self.net.last.weight]
-            weights = [weight.detach().contiguous() for weight in weights]
-            words = torch.zeros(self.kernel.dense_words(call.reference))
-            self.kernel.dense_pack(call.reference, addresses(weights), words.data_ptr())
-            _packed = _Packed(weakref.ref(self.net), words)
-        return _packed.words
 
 
 class _Packed(NamedTuple):
@@ -220,5 +239,5 @@ def _library() -> ctypes.CDLL | None:
         kernel.dense_pack.argtypes = [pointer] * 3
         kernel.dense_forward.argtypes = [pointer] * 5
         kernel.dense_pull.argtypes = [pointer, ctypes.c_int, pointer, pointer, pointer]
-        kernel.dense_backward.argtypes = [pointer] * 7
+        kernel.dense_backward.argtypes = [pointer] * 6
     return kernel

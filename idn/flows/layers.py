@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -67,6 +67,7 @@ class SpectralLayer(nn.Module):
         super().__init__()
         self.coeff = coeff
         self.precision: torch.dtype | None = None
+        self.sparing = False
         self._kept: _Kept | None = None
         self.padding = None if kernel is None else kernel // 2
         shape = (outputs, inputs) if kernel is None else (outputs, inputs, kernel, kernel)
@@ -110,18 +111,21 @@ class SpectralLayer(nn.Module):
         limit = self.coeff / (1 + self.slack)
         # Of a matrix the slope is u v^T, which need not be made.
         slope = None if self.padding is None else self.slope()
-        weight: Tensor = _Normalised.apply(self.weight, self.u, self.v, slope, limit)
+        again = self.slope if self.sparing and slope is not None else None
+        weight: Tensor = _Normalised.apply(self.weight, self.u, self.v, slope, again, limit)
         return weight if self.precision is None else weight * self.shrink
 
     @torch.no_grad()
     def slope(self, keep: bool = False) -> Tensor:
         """Of sigma = u^T W v over a convolution's weight.
 
-        It takes one product, so that sigma and its gradient need none. May be kept, for as long as u and v stay.
+        It takes one product, so that sigma and its gradient need none. May be kept, for as long as u and v stay, unless
+        memory is short: it is as large as the weight.
         """
         if self._kept is not None and self._kept.is_of(self.u, self.v):
             return self._kept.slope
         slope = conv2d_weight(self.v, self.weight.shape, self.u, padding=self.padding)
+        keep = keep and not self.sparing
         self._kept = _Kept(slope, self.u, self.v, (self.u._version, self.v._version)) if keep else None
         return slope
 
@@ -161,20 +165,33 @@ class _Kept(NamedTuple):
 
 
 class _Normalised(torch.autograd.Function):
-    """W / max(1, sigma / limit) with sigma = u^T W v = <slope, W>, u and v held fixed."""
+    """W / max(1, sigma / limit) with sigma = u^T W v = <slope, W>, u and v held fixed.
+
+    The slope is kept for the backward pass, or made `again`.
+    """
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, u: Tensor, v: Tensor, slope: Tensor | None, limit: Tensor) -> Tensor:
+    def forward(
+        ctx: Any,
+        weight: Tensor,
+        u: Tensor,
+        v: Tensor,
+        slope: Tensor | None,
+        again: Callable[[], Tensor] | None,
+        limit: Tensor,
+    ) -> Tensor:
         along, other = (u, F.linear(v, weight)) if slope is None else (slope, weight)
         sigma = torch.dot(along.flatten(), other.flatten())
         factor = limit / torch.maximum(sigma, limit)
-        ctx.save_for_backward(weight, u, v, slope, sigma, limit, factor)
+        ctx.again = again
+        ctx.save_for_backward(weight, u, v, None if again else slope, sigma, limit, factor)
         return weight * factor
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """The factor limit / sigma falls by itself / sigma per unit of sigma."""
         weight, u, v, slope, sigma, limit, factor = ctx.saved_tensors
+        slope = ctx.again() if ctx.again else slope
         # Of a convolution it comes channels-last. Put right once, it meets the weight in the same order every time.
         grad = grads[0].contiguous()
         along = torch.dot(grad.flatten(), weight.flatten()) * factor / sigma
@@ -184,7 +201,7 @@ class _Normalised(torch.autograd.Function):
             into_weight.addr_(u[0] * into_sigma, v[0])
         else:
             into_weight.addcmul_(slope, into_sigma)
-        return into_weight, None, None, None, None
+        return into_weight, None, None, None, None, None
 
 
 @torch.no_grad()

@@ -1,7 +1,8 @@
 // Dense branches of images: values and tangents, J^T u, and gradients, one image after the other, so that what a branch
-// makes on the way stays in the cache and takes no memory. What is kept between the passes are y of the layers whose
-// gradients are wanted, as far as the caller has room for it, and the slopes r a phi' of the points: rows of channels
-// padded to whole vectors.
+// makes on the way stays in the cache and takes no memory. What is kept between the passes are y of each layer and image,
+// as far as the caller has room for them, and the slopes r a phi' of the points: pixels of channels padded to whole vectors.
+#include <memory>
+
 #include "passes.h"
 
 namespace {
@@ -10,9 +11,14 @@ float* aligned(float* start) { return (float*)(((uintptr_t)start + 63) / 64 * 64
 
 // Memory that a thread goes on using.
 float* memory(size_t floats) {
-    static thread_local std::vector<float> kept;
-    if (kept.size() < floats + LANES) kept.resize(floats + LANES);
-    return aligned(kept.data());
+    static thread_local std::unique_ptr<float[]> kept;
+    static thread_local size_t size = 0;
+    if (size < floats) {
+        kept.reset();  // before the larger one is taken
+        kept.reset(new float[floats + LANES]);
+        size = floats;
+    }
+    return aligned(kept.get());
 }
 
 struct Space {
@@ -41,11 +47,17 @@ void over_images(int count, int threads, size_t floats, Each each) {
     }
 }
 
-// Where a layer's y of one image are: kept ones of the first `known` rows, or in space.
+// Where a layer's y of one image are; those of the first `known` rows are kept by the caller.
 template <class Number>
 struct Rows {
     Number* row[MOST_ROWS] = {};
     int known = 0;
+
+    Rows(const Call& call, void* const* kept, int layer, int image) {
+        const int count = call.rows * call.points;
+        for (int r = 0; r < call.rows; ++r) row[r] = (Number*)kept[layer * count + r * call.points + image];
+        while (known < call.rows && row[known]) ++known;
+    }
 };
 
 template <class T, class Number = typename T::Number>
@@ -60,10 +72,8 @@ void forward(const Call& call, const Number* x, void* const* kept, void* const* 
             pass.enter(x + ((long)r * call.points + p) * pixels * net.channels, pass.passed, f[r]);
         }
         for (int l = 0; l < net.depth; ++l) {
-            const long size = pixels * net.padded(l);
-            Number* y[MOST_ROWS];
-            for (int r = 0; r < pass.rows; ++r) y[r] = (Number*)kept[l] + ((long)r * call.points + p) * size;
-            pass.layer(l, f, {kept[l] ? y : nullptr, 0, (Number*)slopes[l] + p * net.sides * size, f});
+            Rows<Number> y(call, kept, l, p);
+            pass.layer(l, f, {y.known ? y.row : nullptr, 0, (Number*)slopes[l] + p * net.sides * pixels * net.padded(l), f});
         }
         for (int r = 0; r < pass.rows; ++r)
             pass.last(f[r], r ? nullptr : call.biases[net.depth], out + ((long)r * call.points + p) * pixels * net.channels);
@@ -115,35 +125,35 @@ void gather(const Passes<T>& pass, const float* total, const std::vector<double>
     }
 }
 
-// `known`: of how many rows per point each layer's y are kept.
 template <class T, class Number = typename T::Number>
-void backward(const Call& call, const Number* x, void* const* kept, const int32_t* known, const Number* grad, float* into,
+void backward(const Call& call, const Number* x, void* const* kept, const Number* grad, float* into,
               float* const* gradients) {
     Net<T> net(call);
     Passes<T> pass(net, call);
     const int rows = pass.rows, depth = net.depth;
     const long pixels = pass.pixels(), sums = pass.all_sums();
-    int unknown = 0;  // layers whose y is made again, and before them
     size_t needed = rows * (pass.size(net.features) + pass.size(net.slots) + up(pass.shares(), LANES));
     if (Passes<T>::PAIRED) needed += pass.pairs * (pass.size(net.feature_pairs) + pass.size(net.slot_pairs));
     for (int l = 0; l < depth; ++l)
-        if (known[l] < rows) needed += rows * up(pixels * net.padded(l), LANES), unknown = l + 1;
+        needed += (rows - Rows<Number>(call, kept, l, 0).known) * up(pixels * net.padded(l), LANES);
     std::vector<float> room((size_t)call.threads * sums + LANES);
     float* total = aligned(room.data());
     std::vector<double> betas((size_t)call.threads * depth);
     over_images(call.points, call.threads, needed, [&](int slot, int p, Space space) {
         float *f[MOST_ROWS], *t[MOST_ROWS], *leaving[MOST_ROWS], *f_words[MOST_ROWS], *t_words[MOST_ROWS];
-        std::vector<Rows<Number>> y(depth);
+        std::vector<Rows<Number>> y;
+        int unknown = 0;  // layers whose y is made again, and before them
+        for (int l = 0; l < depth; ++l) {
+            y.emplace_back(call, kept, l, p);
+            if (y[l].known < rows) unknown = l + 1;
+            for (int r = y[l].known; r < rows; ++r) y[l].row[r] = space.take<Number>(pixels * net.padded(l));
+        }
         for (int r = 0; r < rows; ++r) {
             const long row = (long)r * call.points + p, numbers = pixels * net.channels;
             f[r] = space.image(pass.frame, net.features), t[r] = space.image(pass.frame, net.slots);
             pass.enter(x + row * numbers, pass.passed, f[r]);
             pass.enter(grad + row * numbers, 1, t[r]);
             leaving[r] = into + row * numbers;
-            for (int l = 0; l < depth; ++l) {
-                const long size = pixels * net.padded(l);
-                y[l].row[r] = r < known[l] ? (Number*)kept[l] + row * size : space.take<Number>(size);
-            }
         }
         for (int k = 0; k < pass.pairs; ++k) {
             f_words[k] = Passes<T>::PAIRED ? space.image(pass.frame, net.feature_pairs) : f[k];
@@ -151,7 +161,7 @@ void backward(const Call& call, const Number* x, void* const* kept, const int32_
         }
         pass.pair_up(f, f_words);
         pass.pair_up(t, t_words);
-        for (int l = 0; l < unknown; ++l) pass.layer(l, f, {y[l].row, known[l], nullptr, l + 1 < unknown ? f : nullptr});
+        for (int l = 0; l < unknown; ++l) pass.layer(l, f, {y[l].row, y[l].known, nullptr, l + 1 < unknown ? f : nullptr});
         float* own = total + slot * sums;
         for (int l = depth - 1; l >= 0; --l)
             pass.back(l, y[l].row, t, t_words, f_words, own + pass.bias_sums(l), &betas[slot * depth + l]);
@@ -211,12 +221,12 @@ void dense_pull(const Call* call, int count, const void* u, void* const* slopes,
     });
 }
 
-void dense_backward(const Call* call, const void* x, void* const* kept, const int32_t* known, const void* grad, float* into,
+void dense_backward(const Call* call, const void* x, void* const* kept, const void* grad, float* into,
                     float* const* gradients) {
     in_precision(call->low, [&](auto type) {
         using T = decltype(type);
         using Number = typename T::Number;
-        backward<T>(*call, (const Number*)x, kept, known, (const Number*)grad, into, gradients);
+        backward<T>(*call, (const Number*)x, kept, (const Number*)grad, into, gradients);
     });
 }
 }
