@@ -5,97 +5,143 @@
 
 namespace {
 
-constexpr int WIDTH = PANEL * LANES;  // of a panel, which is packed so that a product reads it from end to end
-
-// c = a b. A panel of b has `height` rows in memory, of which the first `sum` take part.
-void panels(const float* a, long a_row, const float* b, long height, int sum, int rows, int columns, float* c,
-            long c_row) {
-    Left left = {a, 4 * a_row, 4};
-    int vectors = up(columns, LANES) / LANES;
-    for (; vectors > 0; vectors -= PANEL, b += height * WIDTH, c += WIDTH) {
-        if (vectors >= PANEL) panel<Full, PANEL>(left, b, WIDTH, sum, rows, c, c_row, false);
-        else if (vectors == 2) panel<Full, 2>(left, b, WIDTH, sum, rows, c, c_row, false);
-        else panel<Full, 1>(left, b, WIDTH, sum, rows, c, c_row, false);
-    }
-}
-
+// K(f) is n x m, n being the smaller of a kernel's two sides. Taps t and -t are kept as their sum and their difference,
+// K_t + K_-t and K_t - K_-t, of which K(f) takes cos(f.t) and i sin(f.t): first the tap in the middle, then all sums,
+// then all differences. Vectors of channels are padded; a complex one is its real and then its imaginary part.
 struct Taps {
-    int n, m, kernel, taps;
+    int n, m, kernel, taps, pairs;
     bool wide;
     int n_row, m_row;
-    std::vector<float> pulling, pushing;
+    size_t size;
+    std::vector<float> numbers;
 
     Taps(const float* weight, int outputs, int inputs, int kernel, int threads)
         : n(std::min(outputs, inputs)), m(std::max(outputs, inputs)), kernel(kernel), taps(kernel * kernel),
-          wide(outputs <= inputs), n_row(up(n, LANES)), m_row(up(m, LANES)),
-          pulling((size_t)up(m_row, WIDTH) * taps * n), pushing((size_t)up(taps * n_row, WIDTH) * m) {
+          pairs(taps / 2), wide(outputs <= inputs), n_row(up(n, LANES)), m_row(row_length(m)), size((size_t)n * m_row),
+          numbers(taps * size) {
         // K_t[a][b] for a of n and b of m.
         const long down = wide ? (long)inputs * taps : taps, right = wide ? taps : (long)inputs * taps;
 #pragma omp parallel for num_threads(threads) schedule(static)
-        for (int block = 0; block < n_row / LANES; ++block)
-            for (int side = 0; side < 2; ++side) {
-                int a0 = block * LANES, a1 = std::min(n, a0 + LANES);
-                if (side)  // to pull, columns are b
-                    for (int a = a0; a < a1; ++a)
-                        for (int b = 0; b < m; ++b) {
-                            const float* from = weight + a * down + b * right;
-                            float* to = &pulling[(size_t)(b / WIDTH) * taps * n * WIDTH + (size_t)a * WIDTH + b % WIDTH];
-                            for (int t = 0; t < taps; ++t) to[(size_t)t * n * WIDTH] = from[t];
-                        }
-                else  // to push, columns are taps with a
-                    for (int b = 0; b < m; ++b)
-                        for (int t = 0; t < taps; ++t) {
-                            int column = t * n_row + a0;
-                            const float* from = weight + a0 * down + b * right + t;
-                            float* to = &pushing[(size_t)(column / WIDTH) * m * WIDTH + (size_t)b * WIDTH + column % WIDTH];
-                            for (int a = 0; a < a1 - a0; ++a) to[a] = from[a * down];
-                        }
+        for (int a = 0; a < n; ++a)
+            for (int b = 0; b < m; ++b) {
+                const float* from = weight + a * down + b * right + pairs;
+                float *to = &numbers[(size_t)a * m_row + b], *other = to + pairs * size;
+                *to = *from;
+                for (int k = 1; k <= pairs; ++k)
+                    to[k * size] = from[k] + from[-k], other[k * size] = from[k] - from[-k];
             }
+    }
+
+    const float* sums(int pair) const { return &numbers[pair * size]; }
+    const float* differences(int pair) const { return &numbers[(pairs + pair) * size]; }
+
+    // What taps in the middle, sums and differences make of something -> what the taps make of it, in their order.
+    void each_tap(float* x, int row) const {
+        std::vector<float> found((size_t)taps * row);
+        std::copy_n(x, row, &found[(size_t)pairs * row]);
+        for (int k = 1; k <= pairs; ++k)
+            for (int i = 0; i < row; ++i) {
+                float sum = x[k * row + i], difference = x[(pairs + k) * row + i];
+                found[(pairs + k) * row + i] = (sum + difference) / 2, found[(pairs - k) * row + i] = (sum - difference) / 2;
+            }
+        std::copy(found.begin(), found.end(), x);
     }
 
     // K_t^T c of each tap, tap by tap.
     void pull_each(int rows, const float* channels, float* pulled) const {
         for (int t = 0; t < taps; ++t)
-            panels(channels, n_row, &pulling[(size_t)t * n * WIDTH], taps * n, n, rows, m, pulled + t * m_row,
-                   taps * m_row);
+            product<Full>({channels, 4L * n_row, 4}, &numbers[t * size], m_row, n, rows, m, pulled + t * m_row,
+                          (long)taps * m_row, false);
+        for (int i = 0; i < rows; ++i) each_tap(pulled + (size_t)i * taps * m_row, m_row);
     }
 
     // K_t z of each tap, tap by tap.
     void push_each(int rows, const float* put_in, float* pushed) const {
-        panels(put_in, m_row, pushing.data(), m, m, rows, taps * n_row, pushed, taps * n_row);
-    }
-};
-
-// cos and sin of f.t for every frequency and tap.
-struct Turns {
-    std::vector<float> cos, sin;
-
-    Turns(const Taps& k, const float* frequencies, int count) : cos(count * k.taps), sin(count * k.taps) {
-        for (int i = 0; i < count * k.taps; ++i) {
-            const float* f = frequencies + i / k.taps * 2;
-            int t = i % k.taps, radius = k.kernel / 2;
-            float angle = f[0] * (t / k.kernel - radius) + f[1] * (t % k.kernel - radius);
-            cos[i] = std::cos(angle), sin[i] = std::sin(angle);
+        for (int i = 0; i < rows; ++i, put_in += m_row, pushed += (size_t)taps * n_row) {
+            for (int t = 0; t < taps; ++t)
+                for (int a = 0; a < n; ++a) pushed[t * n_row + a] = dot(&numbers[t * size + (size_t)a * m_row], put_in, m_row);
+            each_tap(pushed, n_row);
         }
     }
 };
 
-// The sum of exp(sign i f.t) x_t over taps, for every frequency: K(f)* c with -1 of what is pulled, K(f) z with 1 of
-// what is pushed.
-void turn(const Turns& turns, int taps, float sign, int count, const float* each, int row, float* sum) {
-    for (int f = 0; f < count; ++f) {
-        const float *from = each + (size_t)2 * f * taps * row, *other = from + taps * row;
-        for (int i = 0; i < row; i += LANES) {
-            V real = {}, imaginary = {};
-            for (int t = 0; t < taps; ++t) {
-                V cos = all(turns.cos[f * taps + t]), sin = all(sign * turns.sin[f * taps + t]);
-                V x = load(from + t * row + i), y = load(other + t * row + i);
-                real += cos * x - sin * y, imaginary += sin * x + cos * y;
+// K(f), rows of m_row floats, at one frequency.
+struct Symbol {
+    const Taps& k;
+    std::vector<float> real, imaginary;
+
+    explicit Symbol(const Taps& k) : k(k), real(k.size), imaginary(k.size) {}
+
+    // So many at once share the reading of the taps.
+    template <int N>
+    static void make(Symbol* const (&symbols)[N], const float* frequencies) {
+        const Taps& k = symbols[0]->k;
+        const int radius = k.kernel / 2;
+        std::vector<float> cos(N * (k.pairs + 1)), sin(cos);
+        for (int i = 0; i < N; ++i)
+            for (int pair = 0; pair <= k.pairs; ++pair) {
+                int t = k.pairs + pair;
+                float angle = frequencies[2 * i] * (t / k.kernel - radius) + frequencies[2 * i + 1] * (t % k.kernel - radius);
+                cos[pair * N + i] = std::cos(angle), sin[pair * N + i] = std::sin(angle);
             }
-            store(sum + (size_t)2 * f * row + i, real), store(sum + ((size_t)2 * f + 1) * row + i, imaginary);
+        for (size_t at = 0; at < k.size; at += LANES) {
+            V x[N], y[N] = {};
+            for (int i = 0; i < N; ++i) x[i] = load(&k.numbers[at]);
+            for (int pair = 1; pair <= k.pairs; ++pair) {
+                V sum = load(k.sums(pair) + at), difference = load(k.differences(pair) + at);
+                for (int i = 0; i < N; ++i) x[i] += cos[pair * N + i] * sum, y[i] += sin[pair * N + i] * difference;
+            }
+            for (int i = 0; i < N; ++i) store(&symbols[i]->real[at], x[i]), store(&symbols[i]->imaginary[at], y[i]);
         }
     }
-}
+
+    // z = K(f)* c
+    void pull(const float* c, float* z) const {
+        int i = 0;
+        for (; i + 4 * LANES <= k.m_row; i += 4 * LANES) pull_some<4>(c, z, i);
+        for (; i < k.m_row; i += LANES) pull_some<1>(c, z, i);
+    }
+
+    // c = K(f) z
+    void push(const float* z, float* c) const {
+        int a = 0;
+        for (; a + 4 <= k.n; a += 4) push_some<4>(z, c, a);
+        for (; a < k.n; ++a) push_some<1>(z, c, a);
+    }
+
+   private:
+    template <int N>
+    void pull_some(const float* c, float* z, int from) const {
+        V x[N] = {}, y[N] = {};
+        const float *re = &real[from], *im = &imaginary[from];
+        for (int a = 0; a < k.n; ++a, re += k.m_row, im += k.m_row) {
+            V cos = all(c[a]), sin = all(c[k.n_row + a]);
+#pragma GCC unroll 4
+            for (int v = 0; v < N; ++v) {
+                V r = load(re + v * LANES), i = load(im + v * LANES);
+                x[v] += r * cos, y[v] += r * sin;
+                x[v] += i * sin, y[v] -= i * cos;
+            }
+        }
+        for (int v = 0; v < N; ++v) store(z + from + v * LANES, x[v]), store(z + k.m_row + from + v * LANES, y[v]);
+    }
+
+    template <int N>
+    void push_some(const float* z, float* c, int a) const {
+        V x[N] = {}, y[N] = {};
+        for (int b = 0; b < k.m_row; b += LANES) {
+            V zr = load(z + b), zi = load(z + k.m_row + b);
+#pragma GCC unroll 4
+            for (int i = 0; i < N; ++i) {
+                size_t at = (size_t)(a + i) * k.m_row + b;
+                V r = load(&real[at]), im = load(&imaginary[at]);
+                x[i] += r * zr, y[i] += r * zi;
+                x[i] -= im * zi, y[i] += im * zr;
+            }
+        }
+        for (int i = 0; i < N; ++i) c[a + i] = total(x[i]), c[k.n_row + a + i] = total(y[i]);
+    }
+};
 
 // Real and imaginary part of exp(i f.p) z, largest in the middle of the image and 0 outside, for the z that K(f) takes
 // to `channels`; and what the convolution makes of them.
@@ -105,9 +151,9 @@ void fade(const Taps& k, const float* frequency, const float* channels, int h, i
     const int out_row = k.wide ? k.n_row : k.m_row;
     std::vector<float> z(2 * z_row), put_out((size_t)2 * k.taps * out_row);
     if (k.wide) {
-        std::vector<float> pulled((size_t)2 * k.taps * k.m_row);
-        k.pull_each(2, channels, pulled.data());
-        turn(Turns(k, frequency, 1), k.taps, -1, 1, pulled.data(), k.m_row, z.data());
+        Symbol symbol(k);
+        Symbol::make({&symbol}, frequency);
+        symbol.pull(channels, z.data());
         k.push_each(2, z.data(), put_out.data());
     } else {  // what K^T puts out is the complex conjugate of what goes into K
         for (int i = 0; i < k.n_row; ++i) z[i] = channels[i], z[z_row + i] = -channels[k.n_row + i];

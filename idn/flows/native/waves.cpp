@@ -1,23 +1,13 @@
 // The wave that a convolution lengthens most: the search of waves.py in one call.
 //
-// K(f) is n x m, n being the smaller of a kernel's two sides. Its taps are packed twice, so that both K(f)* c and K(f) z
-// are one product for all frequencies: the rows are real and imaginary parts of their channels, one after the other.
+// K(f) is made for a frequency at a time, and stays in the cache for all of its steps: with nine taps that is a quarter
+// of the arithmetic of applying each of them to the channels of all frequencies at every step.
 #include "taps.h"
 
 namespace {
 
 constexpr float TINY = 1.17549435e-38f;
 constexpr int SQUARINGS = 7;  // a power of 2^7 leaves little but the largest eigenvalue
-
-struct Space {
-    std::vector<float> put_in, pushed, image, rest, length;
-    std::vector<std::vector<float>> vectors, pulled;  // of every step
-
-    Space(const Taps& k, int count, int steps)
-        : put_in((size_t)2 * count * k.m_row), pushed((size_t)2 * count * k.taps * k.n_row),
-          image((size_t)2 * count * k.n_row), rest(image), length(count), vectors(steps, image),
-          pulled(steps, std::vector<float>((size_t)2 * count * k.taps * k.m_row)) {}
-};
 
 // Largest eigenvalue of a symmetric matrix without negative ones, and its vector, by squaring.
 double largest(const std::vector<double>& matrix, int size, std::vector<double>& vector) {
@@ -48,53 +38,51 @@ double largest(const std::vector<double>& matrix, int size, std::vector<double>&
     return value;
 }
 
-// sum_s mix_s x_s
-void combine(const std::vector<double>& mix, const std::vector<std::vector<float>>& x, size_t from, int row, float* to) {
-    std::fill_n(to, row, 0.0f);
-    for (size_t step = 0; step < mix.size(); ++step)
-        for (int i = 0; i < row; ++i) to[i] += (float)mix[step] * x[step][from + i];
-}
+// By so many Lanczos steps with K(f) K(f)* at one frequency: its largest eigenvalue, and the channels that have it, in
+// place.
+struct Climb {
+    const Taps& k;
+    const int steps, row;
+    std::vector<float> vectors, image, put_in;
+    std::vector<double> small, mix;
 
-// By so many Lanczos steps with K(f) K(f)* at each frequency: its largest eigenvalue, and the channels that have it, in
-// rows of n_row floats, in place. Gives their mixes of the steps' vectors.
-std::vector<std::vector<double>> climb(const Taps& k, const Turns& turns, int count, int steps, float* channels,
-                                       float* values, Space& s) {
-    const int row = 2 * k.n_row;
-    std::vector<std::vector<double>> small(count, std::vector<double>(steps * steps)), mixes(count);
-    std::copy(channels, channels + (size_t)count * row, s.rest.begin());
-    for (int step = 0; step < steps; ++step) {
-        float* vectors = s.vectors[step].data();
-        for (int f = 0; f < count; ++f) {
-            const float* rest = &s.rest[(size_t)f * row];
-            s.length[f] = std::sqrt(dot(rest, rest, row));
-            for (int i = 0; i < row; ++i) vectors[f * row + i] = rest[i] / std::max(s.length[f], TINY);
+    Climb(const Taps& k, int steps)
+        : k(k), steps(steps), row(2 * k.n_row), vectors(steps * row), image(row), put_in(2 * k.m_row), small(steps * steps) {}
+
+    float operator()(const Symbol& symbol, float* channels) {
+        const float* rest = channels;
+        for (int step = 0; step < steps; ++step) {
+            float *vector = &vectors[step * row], length = std::sqrt(dot(rest, rest, row));
+            for (int i = 0; i < row; ++i) vector[i] = rest[i] / std::max(length, TINY);
+            symbol.pull(vector, put_in.data());
+            float along = small[step * (steps + 1)] = dot(put_in.data(), put_in.data(), 2 * k.m_row);
+            if (step) small[step * (steps + 1) - 1] = small[step * (steps + 1) - steps] = length;
+            if (step + 1 == steps) break;
+            symbol.push(put_in.data(), image.data());
+            const float *before = step ? vector - row : vector, beside = step ? length : 0;
+            for (int i = 0; i < row; ++i) image[i] -= along * vector[i] + beside * before[i];
+            rest = image.data();
         }
-        k.pull_each(2 * count, vectors, s.pulled[step].data());
-        turn(turns, k.taps, -1, count, s.pulled[step].data(), k.m_row, s.put_in.data());
-        for (int f = 0; f < count; ++f) {
-            const float* put_in = &s.put_in[(size_t)f * 2 * k.m_row];
-            small[f][step * (steps + 1)] = dot(put_in, put_in, 2 * k.m_row);
-            if (step) small[f][step * (steps + 1) - 1] = small[f][step * (steps + 1) - steps] = s.length[f];
-        }
-        if (step + 1 == steps) break;
-        k.push_each(2 * count, s.put_in.data(), s.pushed.data());
-        turn(turns, k.taps, 1, count, s.pushed.data(), k.n_row, s.image.data());
-        for (int f = 0; f < count; ++f) {
-            const float *vector = vectors + f * row, *image = &s.image[(size_t)f * row];
-            const float* before = step ? &s.vectors[step - 1][(size_t)f * row] : vector;
-            float along = small[f][step * (steps + 1)], beside = step ? s.length[f] : 0;
-            for (int i = 0; i < row; ++i) s.rest[f * row + i] = image[i] - along * vector[i] - beside * before[i];
-        }
+        double value = largest(small, steps, mix);
+        std::fill_n(channels, row, 0.0f);
+        for (int step = 0; step < steps; ++step)
+            for (int i = 0; i < row; ++i) channels[i] += (float)mix[step] * vectors[step * row + i];
+        float length = std::max(std::sqrt(dot(channels, channels, row)), TINY);
+        for (int i = 0; i < row; ++i) channels[i] /= length;
+        return value;
     }
-    for (int f = 0; f < count; ++f) {
-        float* own = channels + f * row;
-        values[f] = largest(small[f], steps, mixes[f]);
-        combine(mixes[f], s.vectors, (size_t)f * row, row, own);
-        float length = std::max(std::sqrt(dot(own, own, row)), TINY);
-        for (int i = 0; i < row; ++i) own[i] /= length;
-        for (double& share : mixes[f]) share /= length;
+};
+
+// The same at several frequencies, whose channels stand one behind the other.
+void climb(const Taps& k, const float* frequencies, int count, int steps, float* channels, float* values) {
+    Symbol one(k), two(k);
+    Climb up(k, steps);
+    for (int f = 0; f < count; f += 2) {
+        const bool both = f + 1 < count;
+        both ? Symbol::make({&one, &two}, frequencies + 2 * f) : Symbol::make({&one}, frequencies + 2 * f);
+        values[f] = up(one, channels + (size_t)f * up.row);
+        if (both) values[f + 1] = up(two, channels + (size_t)(f + 1) * up.row);
     }
-    return mixes;
 }
 
 // |K(f)* c|^2 at the places around a frequency: the largest, and where it is. With P_t = K_t^T c, `pulled`, it is a sum
@@ -142,16 +130,14 @@ void search(const Taps& k, int h, int w, int grid, int places, int best, int ste
     for (int i = 0; i < 2 * grid; ++i)
         for (int j = 0; j < k.n; ++j) channels[i * k.n_row + j] = kept[i * k.n + j] + noise[i % 2 * k.n + j];
     share(grid, threads, [&](int from, int count) {
-        int most = std::min(steps, k.n);
-        Space space(k, count, most);
         float* own = &channels[(size_t)from * row];
-        auto mixes = climb(k, Turns(k, frequencies + 2 * from, count), count, most, own, &squares[from], space);
-        const int size = 2 * k.taps * k.m_row;
-        std::vector<float> pulled(size);
+        climb(k, frequencies + 2 * from, count, std::min(steps, k.n), own, &squares[from]);
+        const size_t size = (size_t)2 * k.taps * k.m_row;
+        std::vector<float> pulled(count * size);
+        k.pull_each(2 * count, own, pulled.data());
         for (int f = 0; f < count; ++f) {
-            combine(mixes[f], space.pulled, (size_t)f * size, size, pulled.data());
             const float* near = distances + (size_t)(from + f) * places * table;
-            best_place(k, pulled.data(), near, places, gains[from + f], place[from + f]);
+            best_place(k, &pulled[f * size], near, places, gains[from + f], place[from + f]);
         }
     });
     for (int i = 0; i < 2 * grid; ++i) std::copy_n(&channels[(size_t)i * k.n_row], k.n, kept + i * k.n);
@@ -166,9 +152,7 @@ void search(const Taps& k, int h, int w, int grid, int places, int best, int ste
         std::copy_n(&channels[(size_t)order[i] * row], row, &chosen[(size_t)i * row]);
     }
     share(best, threads, [&](int from, int count) {
-        int most = std::min(steps + 1, k.n);
-        Space space(k, count, most);
-        climb(k, Turns(k, &moved[2 * from], count), count, most, &chosen[(size_t)from * row], &squares[from], space);
+        climb(k, &moved[2 * from], count, std::min(steps + 1, k.n), &chosen[(size_t)from * row], &squares[from]);
     });
     int first = std::max_element(squares.begin(), squares.begin() + best) - squares.begin();
     *gain = std::sqrt(std::max(squares[first], 0.0f));
