@@ -56,8 +56,8 @@ def strongest_wave(weight: Tensor, size: tuple[int, int], channels: Tensor, step
     """For convolutions L x O x I x k x k with odd k on images of `size`, in `steps` steps at every frequency."""
     kernel = kernel_for(weight, "waves")
     if kernel is not None:
-        tables = _tables(weight.shape[-1], min(weight.shape[1:3]))
-        gain, images, responses, channels = search(kernel, weight, size, tables, channels, BEST, steps)
+        known = tables(weight.shape[-1], min(weight.shape[1:3]))
+        gain, images, responses, channels = search(kernel, weight, size, known, channels, BEST, steps)
         return Strongest(gain, Wave(images, responses), channels)
     wide = weight.shape[1] <= weight.shape[2]
     taps = Taps(weight if wide else weight.transpose(1, 2))
@@ -201,7 +201,7 @@ def _noise(size: int) -> Tensor:
 
 
 @cache
-def _tables(kernel: int, channels: int) -> tuple[Tensor, ...]:
+def tables(kernel: int, channels: int) -> tuple[Tensor, ...]:
     """What `search` asks for."""
     frequencies, offsets = grid(kernel)
     angles = (frequencies.unsqueeze(1) + offsets) @ _places(2 * kernel - 1).to(frequencies).mT

@@ -15,7 +15,7 @@ struct Taps {
     size_t size;
     std::vector<float> numbers;
 
-    Taps(const float* weight, int outputs, int inputs, int kernel, int threads)
+    Taps(const float* weight, float scale, int outputs, int inputs, int kernel, int threads)
         : n(std::min(outputs, inputs)), m(std::max(outputs, inputs)), kernel(kernel), taps(kernel * kernel),
           pairs(taps / 2), wide(outputs <= inputs), n_row(up(n, LANES)), m_row(row_length(m)), size((size_t)n * m_row),
           numbers(taps * size) {
@@ -26,9 +26,9 @@ struct Taps {
             for (int b = 0; b < m; ++b) {
                 const float* from = weight + a * down + b * right + pairs;
                 float *to = &numbers[(size_t)a * m_row + b], *other = to + pairs * size;
-                *to = *from;
+                *to = scale * *from;
                 for (int k = 1; k <= pairs; ++k)
-                    to[k * size] = from[k] + from[-k], other[k * size] = from[k] - from[-k];
+                    to[k * size] = scale * (from[k] + from[-k]), other[k * size] = scale * (from[k] - from[-k]);
             }
     }
 
