@@ -1,4 +1,4 @@
-"""Norms of convolutions by a kernel of our own (`native/convolutions.cpp`), on CPUs.
+"""Norms of 3x3 convolutions by a kernel of our own (`native/convolutions.cpp`), on CPUs.
 
 One step of `top_beside_wave` with the search for the wave is one call, which works on a layer's tensors as they stand.
 """
@@ -54,9 +54,9 @@ def slope_of(weight: Tensor, u: Tensor, v: Tensor) -> Tensor | None:
 
 def _kernel_for(tensors: Sequence[Tensor]) -> ctypes.CDLL | None:
     """Weights may be in another precision or elsewhere, or, under ZeRO 3, empty."""
-    known = all(tensor.is_contiguous() and tensor.dtype == torch.float32 for tensor in tensors) and tensors[0].numel()
+    known = tensors[0].shape[2:] == (3, 3) and all(x.is_contiguous() and x.dtype == torch.float32 for x in tensors)
     return kernel_for(tensors[0], "convolutions") if known else None
 
 
 def _shape(weight: Tensor, v: Tensor) -> tuple[int, ...]:
-    return (*weight.shape[:3], *v.shape[2:], torch.get_num_threads())
+    return (*weight.shape[:2], *v.shape[2:], torch.get_num_threads())

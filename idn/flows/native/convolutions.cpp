@@ -1,15 +1,19 @@
-// The norm of a convolution, followed for one step: `_beside_wave` in layers.py and `top_beside_wave` in norms.py.
-#include "convolutions.h"
+// The norm of a 3x3 convolution, followed for one step: `_beside_wave` in layers.py and `top_beside_wave` in norms.py.
 #include "mixes.h"
 #include "search.h"
+#include "winograd.h"
 
 namespace {
 
-float largest_entry(const float* weight, long size, int threads) {
-    float largest = 0;
-#pragma omp parallel for num_threads(threads) schedule(static) reduction(max : largest)
-    for (long i = 0; i < size; ++i) largest = std::max(largest, std::abs(weight[i]));
-    return std::max(largest, TINY);
+float largest_entry(const float* weight, long size) {
+    V largest = all(TINY);
+    auto meet = [&](V x) { largest = x > largest ? x : -x > largest ? -x : largest; };
+    long i = 0;
+    for (; i + LANES <= size; i += LANES) meet(load(weight + i));
+    for (; i < size; ++i) meet(all(weight[i]));
+    float found = TINY;
+    for (int l = 0; l < LANES; ++l) found = std::max(found, largest[l]);
+    return found;
 }
 
 struct Layer {  // all but the weight are written
@@ -25,24 +29,25 @@ struct Search {
 void follow(const Shape& s, const Layer& layer, const Search& search_for, float independent, float adapts) {
     const long put_in = s.put_in(), put_out = s.put_out();
     // Squares of huge or tiny weights leave the range of fp32, so the largest entry is made 1.
-    const float largest = largest_entry(layer.weight, (long)s.outputs * s.inputs * s.kernel * s.kernel, s.threads);
+    const float largest = largest_entry(layer.weight, (long)s.outputs * s.inputs * 9);
     const float scale = 1 / largest;
     std::vector<float> waves(2 * put_in), responses(2 * put_out), applied(2 * put_out), vector(put_in), image(put_out);
     float gain;
     {
-        const Taps taps(layer.weight, scale, s.outputs, s.inputs, s.kernel, s.threads);
+        const Taps taps(layer.weight, scale, s.outputs, s.inputs, 3, s.threads);
         const Search& f = search_for;
         search(taps, s.height, s.width, f.grid, f.places, std::min(f.best, f.grid), f.steps, s.threads, f.frequencies,
                f.around, f.distances, f.noise, layer.channels, &gain, waves.data(), responses.data());
     }
     const float* pair[] = {layer.v, layer.climb};
     float* images[] = {applied.data(), applied.data() + put_out};
-    products(s, layer.weight, scale, false, 2, pair, images);
+    const Turned weight(s, layer.weight, scale);
+    weight.products(false, 2, pair, images);
     const Longest found = longest({layer.v, layer.climb, &waves[0], &waves[put_in]},
                                   {images[0], images[1], &responses[0], &responses[put_out]}, put_in, put_out, s.threads,
                                   independent, vector.data(), image.data());
     const float* from = image.data();
-    products(s, layer.weight, scale, true, 1, &from, &layer.climb);
+    weight.products(true, 1, &from, &layer.climb);
     std::copy(vector.begin(), vector.end(), layer.v);
     const float square = found.square, left = gradient(layer.v, square, put_in, s.threads, layer.climb);
     const float sigma = std::max(std::sqrt(square), TINY);
@@ -58,15 +63,15 @@ void follow(const Shape& s, const Layer& layer, const Search& search_for, float 
 
 extern "C" {
 
-// `ints`: outputs, inputs, kernel, height, width, threads, frequencies, places, best, steps.
+// `ints`: outputs, inputs, height, width, threads, frequencies, places, best, steps.
 void follow(const int* ints, float independent, float adapts, float* const* layer, const float* const* tables) {
-    follow({ints[0], ints[1], ints[2], ints[3], ints[4], ints[5]},
+    follow({ints[0], ints[1], ints[2], ints[3], ints[4]},
            {layer[0], layer[1], layer[2], layer[3], layer[4], layer[5], layer[6]},
-           {ints[6], ints[7], ints[8], ints[9], tables[0], tables[1], tables[2], tables[3]}, independent, adapts);
+           {ints[5], ints[6], ints[7], ints[8], tables[0], tables[1], tables[2], tables[3]}, independent, adapts);
 }
 
-// The slope of u^T W v over W. `ints`: outputs, inputs, kernel, height, width, threads.
+// The slope of u^T W v over W. `ints`: outputs, inputs, height, width, threads.
 void slope(const int* ints, const float* const* vectors, float* out) {
-    slope({ints[0], ints[1], ints[2], ints[3], ints[4], ints[5]}, vectors[0], vectors[1], out);
+    slope({ints[0], ints[1], ints[2], ints[3], ints[4]}, vectors[0], vectors[1], out);
 }
 }
