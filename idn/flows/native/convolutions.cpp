@@ -31,24 +31,25 @@ void follow(const Shape& s, const Layer& layer, const Search& search_for, float 
     // Squares of huge or tiny weights leave the range of fp32, so the largest entry is made 1.
     const float largest = largest_entry(layer.weight, (long)s.outputs * s.inputs * 9);
     const float scale = 1 / largest;
-    std::vector<float> waves(2 * put_in), responses(2 * put_out), applied(2 * put_out), vector(put_in), image(put_out);
+    const Space waves = space(2 * put_in), responses = space(2 * put_out), applied = space(2 * put_out);
+    const Space vector = space(put_in), image = space(put_out);
     float gain;
     {
         const Taps taps(layer.weight, scale, s.outputs, s.inputs, 3, s.threads);
         const Search& f = search_for;
         search(taps, s.height, s.width, f.grid, f.places, std::min(f.best, f.grid), f.steps, s.threads, f.frequencies,
-               f.around, f.distances, f.noise, layer.channels, &gain, waves.data(), responses.data());
+               f.around, f.distances, f.noise, layer.channels, &gain, waves.get(), responses.get());
     }
     const float* pair[] = {layer.v, layer.climb};
-    float* images[] = {applied.data(), applied.data() + put_out};
+    float* images[] = {applied.get(), applied.get() + put_out};
     const Turned weight(s, layer.weight, scale);
     weight.products(false, 2, pair, images);
     const Longest found = longest({layer.v, layer.climb, &waves[0], &waves[put_in]},
                                   {images[0], images[1], &responses[0], &responses[put_out]}, put_in, put_out, s.threads,
-                                  independent, vector.data(), image.data());
-    const float* from = image.data();
+                                  independent, vector.get(), image.get());
+    const float* from = image.get();
     weight.products(true, 1, &from, &layer.climb);
-    std::copy(vector.begin(), vector.end(), layer.v);
+    std::copy_n(vector.get(), put_in, layer.v);
     const float square = found.square, left = gradient(layer.v, square, put_in, s.threads, layer.climb);
     const float sigma = std::max(std::sqrt(square), TINY);
     for (long i = 0; i < put_out; ++i) layer.u[i] = image[i] / sigma;

@@ -8,6 +8,10 @@
 // The sum of out times u is one of (A u A^T) (G w G^T) (B^T in B), which gives the slope. The weight that is turned around
 // has the same 16 numbers in another order. Lanes are tiles, so that numbers of the weight are read in any order.
 #pragma once
+#include <memory>
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
 #include "products.h"
 
 namespace {
@@ -37,14 +41,62 @@ inline void turn_out(X a, X b, X c, X d, X* to, int step) {  // A^T
     to[0] = a + b + c, to[step] = b - c - d;
 }
 
+typedef std::unique_ptr<float[]> Space;
+inline Space space(long floats) { return Space(new float[floats]); }  // not zeroed
+
+// The next pixels of a line, of which n are left, and zeros behind them.
+inline V some(const float* from, int n) {
+#ifdef __AVX512F__
+    if (n < LANES) return n > 0 ? (V)_mm512_maskz_loadu_ps((1 << n) - 1, from) : V{};
+#else
+    if (n < LANES) {
+        V found = {};
+        for (int i = 0; i < n; ++i) found[i] = from[i];
+        return found;
+    }
+#endif
+    return load(from);
+}
+
+inline void put_some(float* to, V x, int n) {
+    if (n >= LANES) return store(to, x);
+#ifdef __AVX512F__
+    if (n > 0) _mm512_mask_storeu_ps(to, (1 << n) - 1, (__m512)x);
+#else
+    for (int i = 0; i < n; ++i) to[i] = x[i];
+#endif
+}
+
+// Every second lane of two vectors, from 0 or 1 on.
+inline V every_second(V a, V b, int from) {
+    I lane;
+    for (int l = 0; l < LANES; ++l) lane[l] = 2 * l;
+    return __builtin_shuffle(a, b, lane + from);
+}
+
+template <int APART = 1>
+inline void transpose(V* x) {
+    I low, high;
+    for (int l = 0; l < LANES; ++l) low[l] = l & APART ? l - APART + LANES : l, high[l] = low[l] + APART;
+    for (int i = 0; i < LANES; ++i)
+        if (!(i & APART)) {
+            V a = x[i], b = x[i + APART];
+            x[i] = __builtin_shuffle(a, b, low), x[i + APART] = __builtin_shuffle(a, b, high);
+        }
+    if constexpr (2 * APART < LANES) transpose<2 * APART>(x);
+}
+
 // A line of pixels as those that come first in a tile and those that come second; the latter start one tile early.
 struct Line {
     std::vector<float> first, second;
     explicit Line(int tiles) : first(up(tiles, LANES) + LANES), second(first) {}
 
-    void fill(const float* pixels, int width) {  // none: zeros
-        for (int x = 0; x < width; x += 2) first[x / 2] = pixels ? pixels[x] : 0;
-        for (int x = 1; x < width; x += 2) second[x / 2 + 1] = pixels ? pixels[x] : 0;
+    void fill(const float* pixels, int width) {  // zeros if they are not within the image
+        if (!pixels) return std::fill(first.begin(), first.end(), 0.0f), std::fill(second.begin(), second.end(), 0.0f);
+        for (int x = 0; x < width; x += 2 * LANES) {
+            V low = some(pixels + x, width - x), high = some(pixels + x + LANES, width - x - LANES);
+            store(&first[x / 2], every_second(low, high, 0)), store(&second[x / 2 + 1], every_second(low, high, 1));
+        }
     }
 };
 
@@ -111,10 +163,9 @@ inline void leave_row(const Shape& s, const float* from, long apart, int row, fl
         I low;
         for (int l = 0; l < LANES; ++l) low[l] = l / 2 + l % 2 * LANES;
         for (int i = 0; i < std::min(2, s.height - 2 * row); ++i) {
-            float both[2 * LANES];
-            store(both, __builtin_shuffle(pixels[2 * i], pixels[2 * i + 1], low));
-            store(both + LANES, __builtin_shuffle(pixels[2 * i], pixels[2 * i + 1], low + LANES / 2));
-            std::memcpy(image + (long)(2 * row + i) * s.width + 2 * x, both, sizeof(float) * std::min(2 * LANES, s.width - 2 * x));
+            float* to = image + (long)(2 * row + i) * s.width + 2 * x;
+            put_some(to, __builtin_shuffle(pixels[2 * i], pixels[2 * i + 1], low), s.width - 2 * x);
+            put_some(to + LANES, __builtin_shuffle(pixels[2 * i], pixels[2 * i + 1], low + LANES / 2), s.width - 2 * x - LANES);
         }
     }
 }
@@ -127,10 +178,10 @@ struct Turned {
     const Shape& s;
     int row;
     long size;
-    std::vector<float> numbers;
+    Space numbers;
 
     Turned(const Shape& s, const float* weight, float scale)
-        : s(s), row(row_length(s.inputs)), size((long)s.outputs * row), numbers(NUMBERS * size) {
+        : s(s), row(row_length(s.inputs)), size((long)s.outputs * row), numbers(space(NUMBERS * size)) {
 #pragma omp parallel for num_threads(s.threads) schedule(static)
         for (int o = 0; o < s.outputs; ++o)
             for (int i = 0; i < s.inputs; ++i) {
@@ -154,7 +205,7 @@ struct Turned {
 #pragma omp parallel for num_threads(s.threads) schedule(static, 1)
         for (int slot = 0; slot < s.threads; ++slot) {
             const int end = all * (slot + 1) / s.threads;
-            std::vector<float> entered(NUMBERS * channels * wide), left(NUMBERS * rows * wide);
+            const Space entered = space(NUMBERS * channels * wide), left = space(NUMBERS * rows * wide);
             Entering entering(s);
             for (int start = all * slot / s.threads; start < end; start += some) {
                 const int count = std::min(some, end - start);
@@ -183,7 +234,8 @@ struct Turned {
 void slope(const Shape& s, const float* u, const float* v, float* out) {
     const int tiles = s.down() * s.right(), row = row_length(s.inputs);
     const long pixels = (long)s.height * s.width, wide = room(s, s.down()), size = (long)s.outputs * row;
-    std::vector<float> put_out(NUMBERS * s.outputs * wide), put_in((long)NUMBERS * tiles * row), found(NUMBERS * size);
+    const Space put_out = space(NUMBERS * s.outputs * wide), put_in = space((long)NUMBERS * tiles * row);
+    const Space found = space(NUMBERS * size);
 #pragma omp parallel num_threads(s.threads)
     {
         Entering entering(s);
@@ -192,7 +244,7 @@ void slope(const Shape& s, const float* u, const float* v, float* out) {
             for (int r = 0; r < s.down(); ++r)
                 entering.row_of_u(u + o * pixels, r, &put_out[o * wide + r * s.right()], s.outputs * wide);
         // Tiles of v are added up, so lanes are channels.
-        std::vector<float> own(NUMBERS * LANES * wide);
+        const Space own = space(NUMBERS * LANES * wide + LANES);
 #pragma omp for schedule(static)
         for (int from = 0; from < s.inputs; from += LANES) {
             const int count = std::min(LANES, s.inputs - from);
@@ -200,9 +252,13 @@ void slope(const Shape& s, const float* u, const float* v, float* out) {
                 for (int r = 0; r < s.down(); ++r)
                     entering.row(v + (from + c) * pixels, r, r == 0, &own[c * wide + r * s.right()], LANES * wide);
             for (int k = 0; k < NUMBERS; ++k)
-                for (int t = 0; t < tiles; ++t)
-                    for (int c = 0; c < count; ++c)
-                        put_in[((long)k * tiles + t) * row + from + c] = own[(k * LANES + c) * wide + t];
+                for (int t = 0; t < tiles; t += LANES) {
+                    V x[LANES];
+                    for (int c = 0; c < LANES; ++c) x[c] = load(&own[(k * LANES + c) * wide + t]);
+                    transpose(x);
+                    float* to = &put_in[((long)k * tiles + t) * row + from];
+                    for (int i = 0; i < std::min(LANES, tiles - t); ++i) store(to + (long)i * row, x[i]);
+                }
         }
 #pragma omp for schedule(static)
         for (int k = 0; k < NUMBERS; ++k)
