@@ -50,16 +50,15 @@ struct Climb {
     Climb(const Taps& k, int steps)
         : k(k), steps(steps), row(2 * k.n_row), vectors(steps * row), image(row), put_in(2 * k.m_row), small(steps * steps) {}
 
-    float operator()(const Symbol& symbol, float* channels) {
+    float operator()(Symbol& symbol, float* channels) {
         const float* rest = channels;
         for (int step = 0; step < steps; ++step) {
             float *vector = &vectors[step * row], length = std::sqrt(dot(rest, rest, row));
             for (int i = 0; i < row; ++i) vector[i] = rest[i] / std::max(length, TINY);
-            symbol.pull(vector, put_in.data());
+            symbol.pull(vector, put_in.data(), step + 1 < steps ? image.data() : nullptr);
             float along = small[step * (steps + 1)] = dot(put_in.data(), put_in.data(), 2 * k.m_row);
             if (step) small[step * (steps + 1) - 1] = small[step * (steps + 1) - steps] = length;
             if (step + 1 == steps) break;
-            symbol.push(put_in.data(), image.data());
             const float *before = step ? vector - row : vector, beside = step ? length : 0;
             for (int i = 0; i < row; ++i) image[i] -= along * vector[i] + beside * before[i];
             rest = image.data();

@@ -1,7 +1,7 @@
 // A kernel's taps at any frequencies: K(f) = sum_t K_t exp(i f.t), and waves that fade towards the edges of an image.
 #pragma once
 #include <complex>
-#include "products.h"
+#include "lanes.h"
 
 namespace {
 
@@ -69,8 +69,9 @@ struct Taps {
 struct Symbol {
     const Taps& k;
     std::vector<float> real, imaginary;
+    std::vector<V> sums;
 
-    explicit Symbol(const Taps& k) : k(k), real(k.size), imaginary(k.size) {}
+    explicit Symbol(const Taps& k) : k(k), real(k.size), imaginary(k.size), sums(2 * k.n) {}
 
     // So many at once share the reading of the taps.
     template <int N>
@@ -95,51 +96,42 @@ struct Symbol {
         }
     }
 
-    // z = K(f)* c
-    void pull(const float* c, float* z) const {
-        int i = 0;
-        for (; i + 4 * LANES <= k.m_row; i += 4 * LANES) pull_some<4>(c, z, i);
-        for (; i < k.m_row; i += LANES) pull_some<1>(c, z, i);
-    }
-
-    // c = K(f) z
-    void push(const float* z, float* c) const {
-        int a = 0;
-        for (; a + 4 <= k.n; a += 4) push_some<4>(z, c, a);
-        for (; a < k.n; ++a) push_some<1>(z, c, a);
+    // z = K(f)* c, and if it is wanted, K(f) z. Columns are taken a few at a time: what they have been multiplied with
+    // to pull is still in the fastest cache when it is time to push.
+    void pull(const float* c, float* z, float* pushed = nullptr) {
+        if (pushed) std::fill(sums.begin(), sums.end(), V{});
+        int b = 0;
+        for (; b + 2 * LANES <= k.m_row; b += 2 * LANES) pull_some<2>(c, z, b, pushed);
+        for (; b < k.m_row; b += LANES) pull_some<1>(c, z, b, pushed);
+        for (int a = 0; pushed && a < k.n; ++a) pushed[a] = total(sums[2 * a]), pushed[k.n_row + a] = total(sums[2 * a + 1]);
     }
 
    private:
     template <int N>
-    void pull_some(const float* c, float* z, int from) const {
-        V x[N] = {}, y[N] = {};
+    void pull_some(const float* c, float* z, int from, bool push) {
+        V x[N] = {}, y[N] = {}, other_x[N] = {}, other_y[N] = {};  // short chains
         const float *re = &real[from], *im = &imaginary[from];
-        for (int a = 0; a < k.n; ++a, re += k.m_row, im += k.m_row) {
+        for (int a = 0; a < k.n; ++a) {
             V cos = all(c[a]), sin = all(c[k.n_row + a]);
-#pragma GCC unroll 4
+#pragma GCC unroll 2
             for (int v = 0; v < N; ++v) {
-                V r = load(re + v * LANES), i = load(im + v * LANES);
+                V r = load(re + (long)a * k.m_row + v * LANES), i = load(im + (long)a * k.m_row + v * LANES);
                 x[v] += r * cos, y[v] += r * sin;
-                x[v] += i * sin, y[v] -= i * cos;
+                other_x[v] += i * sin, other_y[v] += i * cos;
             }
         }
+        for (int v = 0; v < N; ++v) x[v] += other_x[v], y[v] -= other_y[v];
         for (int v = 0; v < N; ++v) store(z + from + v * LANES, x[v]), store(z + k.m_row + from + v * LANES, y[v]);
-    }
-
-    template <int N>
-    void push_some(const float* z, float* c, int a) const {
-        V x[N] = {}, y[N] = {};
-        for (int b = 0; b < k.m_row; b += LANES) {
-            V zr = load(z + b), zi = load(z + k.m_row + b);
-#pragma GCC unroll 4
-            for (int i = 0; i < N; ++i) {
-                size_t at = (size_t)(a + i) * k.m_row + b;
-                V r = load(&real[at]), im = load(&imaginary[at]);
-                x[i] += r * zr, y[i] += r * zi;
-                x[i] -= im * zi, y[i] += im * zr;
+        for (int a = 0; push && a < k.n; ++a) {
+            V p = sums[2 * a], q = sums[2 * a + 1];
+#pragma GCC unroll 2
+            for (int v = 0; v < N; ++v) {
+                V r = load(re + (long)a * k.m_row + v * LANES), i = load(im + (long)a * k.m_row + v * LANES);
+                p += r * x[v], q += r * y[v];
+                p -= i * y[v], q += i * x[v];
             }
+            sums[2 * a] = p, sums[2 * a + 1] = q;
         }
-        for (int i = 0; i < N; ++i) c[a + i] = total(x[i]), c[k.n_row + a + i] = total(y[i]);
     }
 };
 
@@ -159,50 +151,54 @@ void fade(const Taps& k, const float* frequency, const float* channels, int h, i
         for (int i = 0; i < k.n_row; ++i) z[i] = channels[i], z[z_row + i] = -channels[k.n_row + i];
         k.pull_each(2, z.data(), put_out.data());
     }
-    const int radius = k.kernel / 2, rows = h + 2 * radius, row = w + 2 * radius, pixels = h * row;
-    std::vector<float> cos(rows * row + k.taps * LANES), sin(cos.size());
-    std::vector<std::complex<double>> right(w);
-    // Along one axis, within the image: half a sine times exp(i f p).
-    auto along = [](int at, int size, float f) {
-        return std::polar(std::sin(M_PI * (at + 1) / (size + 1)), f * (at - (size - 1) / 2.0));
-    };
-    for (int y = 0; y < h; ++y) {
-        std::complex<double> down = along(y, h, frequency[0]);
-        for (int x = 0; x < w; ++x) {
-            if (y == 0) right[x] = along(x, w, frequency[1]);
-            std::complex<double> wave = down * right[x];
-            int at = (y + radius) * row + x + radius;
-            cos[at] = wave.real(), sin[at] = wave.imag();
+    // Along one axis: half a sine times exp(i f p), and zeros beyond the image.
+    const int radius = k.kernel / 2, padded = up(w, LANES);
+    auto along = [&](int size, float f, std::vector<float>& real, std::vector<float>& imaginary) {
+        real.assign(up(size, LANES) + 2 * radius, 0), imaginary = real;
+        for (int p = 0; p < size; ++p) {
+            std::complex<double> wave = std::polar(std::sin(M_PI * (p + 1) / (size + 1)), f * (p - (size - 1) / 2.0));
+            real[p + radius] = wave.real(), imaginary[p + radius] = wave.imag();
         }
-    }
-    // Rows of pixels stand one behind the other, with what is beyond the edges between them.
-    auto keep_rows = [&](const std::vector<float>& all_pixels, float* to) {
-        for (int y = 0; y < h; ++y) std::copy_n(&all_pixels[y * row], w, to + y * w);
     };
-    std::vector<int> seen_from;  // where each tap sees the wave from
-    for (int t = 0; t < k.taps; ++t) seen_from.push_back(t / k.kernel * row + t % k.kernel);
-    auto write = [&](int taps, const int* from, const float* re, const float* im, int step, float* to, long half) {
-        std::vector<float> real(up(pixels, LANES)), imaginary(real);
-        for (int p = 0; p < pixels; p += LANES) {
-            V x = {}, y = {};
-            for (int t = 0; t < taps; ++t) {
-                V a = all(re[t * step]), b = all(im[t * step]), c = load(&cos[p + from[t]]), s = load(&sin[p + from[t]]);
-                x += a * c - b * s, y += a * s + b * c;
+    std::vector<float> down_re, down_im, right_re, right_im;
+    along(h, frequency[0], down_re, down_im), along(w, frequency[1], right_re, right_im);
+    // A row of taps sees the wave along its line; what it makes of it is the same for all lines but for a factor.
+    auto lines = [&](int rows, int columns, const float* re, const float* im, int step, float* made, float* to, long half) {
+        const int first_row = radius - rows / 2, first_column = radius - columns / 2;
+        for (int row = 0; row < rows; ++row)
+            for (int p = 0; p < padded; p += LANES) {
+                V x = {}, y = {};
+                for (int t = 0; t < columns; ++t) {
+                    V a = all(re[(row * columns + t) * step]), b = all(im[(row * columns + t) * step]);
+                    V c = load(&right_re[p + first_column + t]), s = load(&right_im[p + first_column + t]);
+                    x += a * c - b * s, y += a * s + b * c;
+                }
+                store(made + 2 * row * padded + p, x), store(made + (2 * row + 1) * padded + p, y);
             }
-            store(&real[p], x), store(&imaginary[p], y);
-        }
-        keep_rows(real, to), keep_rows(imaginary, to + half);
+        for (int line = 0; line < h; ++line, to += w)
+            for (int p = 0; p < w; p += LANES) {
+                V x = {}, y = {};
+                for (int row = 0; row < rows; ++row) {
+                    V a = all(down_re[line + first_row + row]), b = all(down_im[line + first_row + row]);
+                    V c = load(made + 2 * row * padded + p), s = load(made + (2 * row + 1) * padded + p);
+                    x += a * c - b * s, y += a * s + b * c;
+                }
+                put_some(to + p, x, w - p), put_some(to + half + p, y, w - p);
+            }
     };
     const long size = (long)h * w;
-#pragma omp parallel for num_threads(threads) schedule(static)
-    for (int c = 0; c < inputs + outputs; ++c) {
-        if (c < inputs)
-            write(1, &seen_from[k.taps / 2], &z[c], &z[z_row + c], 0, images + c * size, inputs * size);
-        else {
-            const float* own = &put_out[c - inputs];
-            write(k.taps, seen_from.data(), own, own + k.taps * out_row, out_row, responses + (c - inputs) * size,
-                  outputs * size);
-        }
+#pragma omp parallel num_threads(threads)
+    {
+        std::vector<float> made(2 * k.kernel * padded);
+#pragma omp for schedule(static)
+        for (int c = 0; c < inputs + outputs; ++c)
+            if (c < inputs)
+                lines(1, 1, &z[c], &z[z_row + c], 0, made.data(), images + c * size, inputs * size);
+            else {
+                const float* own = &put_out[c - inputs];
+                lines(k.kernel, k.kernel, own, own + k.taps * out_row, out_row, made.data(), responses + (c - inputs) * size,
+                      outputs * size);
+            }
     }
 }
 
