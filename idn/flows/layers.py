@@ -23,7 +23,9 @@ CONVERGED = 2e-3
 """From a random vector: rounds of so many iterations, until so little can be missing, and at most so many rounds."""
 START_ROUNDS = 8
 LARGE = 2**16
-"""Numbers in v."""
+"""Numbers in v,"""
+HEAVY = 2**18
+"""or in the weight."""
 WAVE_STEPS = 3
 """At every frequency, beside one per iteration. With one, large layers that moved fast came 2 % above the bound."""
 ADAPTED_ITERATIONS = 10
@@ -196,7 +198,7 @@ def update_norms(layers: Iterable[SpectralLayer], iterations: int | None = None)
     alike: dict[Any, list[SpectralLayer]] = defaultdict(list)
     for layer in _left_by_kernels(list(layers), iterations or 1):
         # A large layer alone keeps the machine busy, and less is in memory at a time.
-        alone = id(layer) if layer.v.numel() > LARGE else None
+        alone = id(layer) if layer.v.numel() > LARGE or layer.weight.numel() > HEAVY else None
         alike[layer.weight.shape, layer.v.shape, layer.coeff, layer.precision, alone].append(layer)
     for group in alike.values():
         _Together(group).update(iterations or 1)

@@ -74,9 +74,8 @@ struct Climb {
 };
 
 // The same at several frequencies, whose channels stand one behind the other.
-void climb(const Taps& k, const float* frequencies, int count, int steps, float* channels, float* values) {
-    Symbol one(k), two(k);
-    Climb up(k, steps);
+void climb(Symbol& one, Symbol& two, const float* frequencies, int count, int steps, float* channels, float* values) {
+    Climb up(one.k, steps);
     for (int f = 0; f < count; f += 2) {
         const bool both = f + 1 < count;
         both ? Symbol::make({&one, &two}, frequencies + 2 * f) : Symbol::make({&one}, frequencies + 2 * f);
@@ -94,7 +93,7 @@ void best_place(const Taps& k, const float* pulled, const float* distances, int 
     for (int a = 0; a < k.taps; ++a)
         for (int b = 0; b <= a; ++b) {
             V alike[2] = {}, apart[2] = {};
-            for (int i = 0; i < k.m_row; i += LANES) {
+            for (int i = 0; i < up(k.m, LANES); i += LANES) {
                 V x = load(real + a * k.m_row + i), y = load(imaginary + a * k.m_row + i);
                 V z = load(real + b * k.m_row + i), w = load(imaginary + b * k.m_row + i);
                 alike[0] += x * z, alike[1] += y * w, apart[0] += y * z, apart[1] -= x * w;
@@ -117,7 +116,7 @@ void share(int count, int threads, F each) {
 #pragma omp parallel for num_threads(threads) schedule(static, 1)
     for (int slot = 0; slot < threads; ++slot) {
         int from = count * slot / threads, to = count * (slot + 1) / threads;
-        if (to > from) each(from, to - from);
+        if (to > from) each(slot, from, to - from);
     }
 }
 
@@ -129,12 +128,15 @@ void search(const Taps& k, int h, int w, int grid, int places, int best, int ste
     std::vector<int> place(grid), order(grid);
     for (int i = 0; i < 2 * grid; ++i)
         for (int j = 0; j < k.n; ++j) channels[i * k.n_row + j] = kept[i * k.n + j] + noise[i % 2 * k.n + j];
-    share(grid, threads, [&](int from, int count) {
+    // Made here, since threads would take them from heaps of their own.
+    std::vector<Symbol> symbols(2 * threads, Symbol(k));
+    const size_t size = (size_t)2 * k.taps * k.m_row;
+    const Space all_pulled = space(grid * size);
+    share(grid, threads, [&](int slot, int from, int count) {
         float* own = &channels[(size_t)from * row];
-        climb(k, frequencies + 2 * from, count, std::min(steps, k.n), own, &squares[from]);
-        const size_t size = (size_t)2 * k.taps * k.m_row;
-        std::vector<float> pulled(count * size);
-        k.pull_each(2 * count, own, pulled.data());
+        climb(symbols[2 * slot], symbols[2 * slot + 1], frequencies + 2 * from, count, std::min(steps, k.n), own, &squares[from]);
+        float* pulled = &all_pulled[from * size];
+        k.pull_each(2 * count, own, pulled);
         for (int f = 0; f < count; ++f) {
             const float* near = distances + (size_t)(from + f) * places * table;
             best_place(k, &pulled[f * size], near, places, gains[from + f], place[from + f]);
@@ -151,8 +153,9 @@ void search(const Taps& k, int h, int w, int grid, int places, int best, int ste
         for (int axis = 0; axis < 2; ++axis) moved[2 * i + axis] = frequencies[2 * order[i] + axis] + offset[axis];
         std::copy_n(&channels[(size_t)order[i] * row], row, &chosen[(size_t)i * row]);
     }
-    share(best, threads, [&](int from, int count) {
-        climb(k, &moved[2 * from], count, std::min(steps + 1, k.n), &chosen[(size_t)from * row], &squares[from]);
+    share(best, threads, [&](int slot, int from, int count) {
+        climb(symbols[2 * slot], symbols[2 * slot + 1], &moved[2 * from], count, std::min(steps + 1, k.n),
+              &chosen[(size_t)from * row], &squares[from]);
     });
     int first = std::max_element(squares.begin(), squares.begin() + best) - squares.begin();
     *gain = std::sqrt(std::max(squares[first], 0.0f));

@@ -153,10 +153,13 @@ struct Turned {
         const int channels = transposed ? s.outputs : s.inputs, rows = transposed ? s.inputs : s.outputs;
         const int all = images * s.down(), some = std::max(1, BLOCK / s.right());
         const long pixels = (long)s.height * s.width, wide = room(s, some);
+        // Threads of their own would take it from heaps of their own.
+        const long entering_size = NUMBERS * channels * wide, leaving_size = NUMBERS * rows * wide;
+        const Space all_entered = space(s.threads * entering_size), all_left = space(s.threads * leaving_size);
 #pragma omp parallel for num_threads(s.threads) schedule(static, 1)
         for (int slot = 0; slot < s.threads; ++slot) {
             const int end = all * (slot + 1) / s.threads;
-            const Space entered = space(NUMBERS * channels * wide), left = space(NUMBERS * rows * wide);
+            float *entered = &all_entered[slot * entering_size], *left = &all_left[slot * leaving_size];
             Entering entering(s);
             for (int start = all * slot / s.threads; start < end; start += some) {
                 const int count = std::min(some, end - start);
