@@ -14,7 +14,7 @@ from idn.flows.convolutions import Convolution, follow_convolution, slope_of
 from idn.flows.maps import Affine
 from idn.flows.matrices import is_small, top_of_small
 from idn.flows.norms import FOLLOWED, Operator, TopSingular, lengths, top_beside_wave, top_singular, unit
-from idn.flows.rounding import BEYOND, NOISE, Rounding
+from idn.flows.rounding import BEYOND, NOISE, Rounding, outweighed
 from idn.flows.small import SmallMatrix, follow_small
 from idn.flows.waves import STEPS, first_channels, strongest_wave
 
@@ -130,6 +130,10 @@ class SpectralLayer(nn.Module):
         self._kept = _Kept(slope, self.u, self.v, (self.u._version, self.v._version)) if keep else None
         return slope
 
+    def outweigh_rounding(self) -> bool:
+        """Of a convolution's bf16 weight, if a kernel can; whether it did."""
+        return outweighed(self.weight, self.slope(keep=True), self.sigma, self.slack, self.shrink, self.coeff)
+
     @torch.no_grad()
     def multiplied(self) -> Tensor:
         """The weight that the layer really multiplies with, rounding included."""
@@ -215,7 +219,8 @@ def _left_by_kernels(layers: Sequence[SpectralLayer], iterations: int) -> list[S
     for x in layers if iterations == 1 else ():
         tensors = Convolution(x.weight, x.u, x.v, x.climb, x.others, x.sigma, x.slack) if x.spatial else None
         if tensors and follow_convolution(tensors, WAVE_STEPS + iterations, ADAPTS):
-            _Together([x]).outweigh_rounding()
+            if x.precision != torch.bfloat16 or not x.outweigh_rounding():
+                _Together([x]).outweigh_rounding()
             done.add(x)
     return [layer for layer in layers if layer not in done]
 

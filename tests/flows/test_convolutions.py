@@ -10,7 +10,7 @@ from torch.nn.grad import conv2d_weight
 
 from idn.flows.convolutions import slope_of
 from idn.flows.fuse import fuse
-from idn.flows.layers import SpectralLayer
+from idn.flows.layers import SpectralLayer, _Together
 from idn.streams import stream
 
 pytestmark = pytest.mark.skipif(shutil.which(os.environ.get("CXX", "g++")) is None, reason="needs a C++ compiler")
@@ -101,3 +101,15 @@ def test_what_the_kernel_does_not_know_is_left_to_torch():
     assert slope_of(torch.zeros(0), layer.u, layer.v) is None
     layer.double().update_norm()
     assert layer.sigma.dtype == torch.float64
+
+
+@pytest.mark.parametrize("scale", [0.01, 0.3, 3.0])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_rounding_is_outweighed_alike(shape, scale):
+    layer = make_layer(shape, scale)
+    layer.precision = torch.bfloat16
+    theirs = copy.deepcopy(layer)
+    _Together([theirs]).outweigh_rounding()
+    fuse(True)
+    assert layer.outweigh_rounding()
+    torch.testing.assert_close(layer.shrink, theirs.shrink, rtol=1e-5, atol=0)
