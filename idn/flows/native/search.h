@@ -73,15 +73,20 @@ struct Climb {
     }
 };
 
-// The same at several frequencies, whose channels stand one behind the other.
-void climb(Symbol& one, Symbol& two, const float* frequencies, int count, int steps, float* channels, float* values) {
-    Climb up(one.k, steps);
-    for (int f = 0; f < count; f += 2) {
-        const bool both = f + 1 < count;
-        both ? Symbol::make({&one, &two}, frequencies + 2 * f) : Symbol::make({&one}, frequencies + 2 * f);
-        values[f] = up(one, channels + (size_t)f * up.row);
-        if (both) values[f + 1] = up(two, channels + (size_t)(f + 1) * up.row);
-    }
+// The same at several frequencies, whose channels stand one behind the other. TOGETHER symbols are at hand.
+constexpr int TOGETHER = 4;
+void climb(Symbol* symbols, const float* frequencies, int count, int steps, float* channels, float* values) {
+    Climb up(symbols->k, steps);
+    int f = 0;
+    auto some = [&](auto size) {
+        for (; f + size <= count; f += size) {
+            Symbol::make<size>(symbols, frequencies + 2 * f);
+            for (int i = 0; i < size; ++i) values[f + i] = up(symbols[i], channels + (size_t)(f + i) * up.row);
+        }
+    };
+    some(std::integral_constant<int, TOGETHER>());
+    some(std::integral_constant<int, 2>());
+    some(std::integral_constant<int, 1>());
 }
 
 // |K(f)* c|^2 at the places around a frequency: the largest, and where it is. With P_t = K_t^T c, `pulled`, it is a sum
@@ -129,12 +134,12 @@ void search(const Taps& k, int h, int w, int grid, int places, int best, int ste
     for (int i = 0; i < 2 * grid; ++i)
         for (int j = 0; j < k.n; ++j) channels[i * k.n_row + j] = kept[i * k.n + j] + noise[i % 2 * k.n + j];
     // Made here, since threads would take them from heaps of their own.
-    std::vector<Symbol> symbols(2 * threads, Symbol(k));
+    std::vector<Symbol> symbols(TOGETHER * threads, Symbol(k));
     const size_t size = (size_t)2 * k.taps * k.m_row;
     const Space all_pulled = space(grid * size);
     share(grid, threads, [&](int slot, int from, int count) {
         float* own = &channels[(size_t)from * row];
-        climb(symbols[2 * slot], symbols[2 * slot + 1], frequencies + 2 * from, count, std::min(steps, k.n), own, &squares[from]);
+        climb(&symbols[TOGETHER * slot], frequencies + 2 * from, count, std::min(steps, k.n), own, &squares[from]);
         float* pulled = &all_pulled[from * size];
         k.pull_each(2 * count, own, pulled);
         for (int f = 0; f < count; ++f) {
@@ -154,8 +159,8 @@ void search(const Taps& k, int h, int w, int grid, int places, int best, int ste
         std::copy_n(&channels[(size_t)order[i] * row], row, &chosen[(size_t)i * row]);
     }
     share(best, threads, [&](int slot, int from, int count) {
-        climb(symbols[2 * slot], symbols[2 * slot + 1], &moved[2 * from], count, std::min(steps + 1, k.n),
-              &chosen[(size_t)from * row], &squares[from]);
+        float* own = &chosen[(size_t)from * row];
+        climb(&symbols[TOGETHER * slot], &moved[2 * from], count, std::min(steps + 1, k.n), own, &squares[from]);
     });
     int first = std::max_element(squares.begin(), squares.begin() + best) - squares.begin();
     *gain = std::sqrt(std::max(squares[first], 0.0f));

@@ -75,8 +75,8 @@ struct Symbol {
 
     // So many at once share the reading of the taps.
     template <int N>
-    static void make(Symbol* const (&symbols)[N], const float* frequencies) {
-        const Taps& k = symbols[0]->k;
+    static void make(Symbol* symbols, const float* frequencies) {
+        const Taps& k = symbols->k;
         const int radius = k.kernel / 2;
         std::vector<float> cos(N * (k.pairs + 1)), sin(cos);
         for (int i = 0; i < N; ++i)
@@ -92,16 +92,16 @@ struct Symbol {
                 V sum = load(k.sums(pair) + at), difference = load(k.differences(pair) + at);
                 for (int i = 0; i < N; ++i) x[i] += cos[pair * N + i] * sum, y[i] += sin[pair * N + i] * difference;
             }
-            for (int i = 0; i < N; ++i) store(&symbols[i]->real[at], x[i]), store(&symbols[i]->imaginary[at], y[i]);
+            for (int i = 0; i < N; ++i) store(&symbols[i].real[at], x[i]), store(&symbols[i].imaginary[at], y[i]);
         }
     }
 
     // z = K(f)* c, and if it is wanted, K(f) z. Columns are taken a few at a time: what they have been multiplied with
-    // to pull is still in the fastest cache when it is time to push.
+    // to pull is still in a fast cache when it is time to push.
     void pull(const float* c, float* z, float* pushed = nullptr) {
         if (pushed) std::fill(sums.begin(), sums.end(), V{});
         int b = 0;
-        for (; b + 2 * LANES <= k.m_row; b += 2 * LANES) pull_some<2>(c, z, b, pushed);
+        for (; b + 4 * LANES <= k.m_row; b += 4 * LANES) pull_some<4>(c, z, b, pushed);
         for (; b < k.m_row; b += LANES) pull_some<1>(c, z, b, pushed);
         for (int a = 0; pushed && a < k.n; ++a) pushed[a] = total(sums[2 * a]), pushed[k.n_row + a] = total(sums[2 * a + 1]);
     }
@@ -113,7 +113,7 @@ struct Symbol {
         const float *re = &real[from], *im = &imaginary[from];
         for (int a = 0; a < k.n; ++a) {
             V cos = all(c[a]), sin = all(c[k.n_row + a]);
-#pragma GCC unroll 2
+#pragma GCC unroll 4
             for (int v = 0; v < N; ++v) {
                 V r = load(re + (long)a * k.m_row + v * LANES), i = load(im + (long)a * k.m_row + v * LANES);
                 x[v] += r * cos, y[v] += r * sin;
@@ -124,7 +124,7 @@ struct Symbol {
         for (int v = 0; v < N; ++v) store(z + from + v * LANES, x[v]), store(z + k.m_row + from + v * LANES, y[v]);
         for (int a = 0; push && a < k.n; ++a) {
             V p = sums[2 * a], q = sums[2 * a + 1];
-#pragma GCC unroll 2
+#pragma GCC unroll 4
             for (int v = 0; v < N; ++v) {
                 V r = load(re + (long)a * k.m_row + v * LANES), i = load(im + (long)a * k.m_row + v * LANES);
                 p += r * x[v], q += r * y[v];
@@ -144,7 +144,7 @@ void fade(const Taps& k, const float* frequency, const float* channels, int h, i
     std::vector<float> z(2 * z_row), put_out((size_t)2 * k.taps * out_row);
     if (k.wide) {
         Symbol symbol(k);
-        Symbol::make({&symbol}, frequency);
+        Symbol::make<1>(&symbol, frequency);
         symbol.pull(channels, z.data());
         k.push_each(2, z.data(), put_out.data());
     } else {  // what K^T puts out is the complex conjugate of what goes into K
