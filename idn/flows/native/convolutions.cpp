@@ -5,14 +5,17 @@
 
 namespace {
 
-float largest_entry(const float* weight, long size) {
-    V largest = all(TINY);
-    auto meet = [&](V x) { largest = x > largest ? x : -x > largest ? -x : largest; };
-    long i = 0;
-    for (; i + LANES <= size; i += LANES) meet(load(weight + i));
-    for (; i < size; ++i) meet(all(weight[i]));
+float largest_entry(const float* weight, int rows, int columns, int threads) {
     float found = TINY;
-    for (int l = 0; l < LANES; ++l) found = std::max(found, largest[l]);
+#pragma omp parallel for num_threads(threads) schedule(static) reduction(max : found)
+    for (int row = 0; row < rows; ++row) {
+        V largest = {};
+        for (int i = 0; i < columns; i += LANES) {
+            V x = some(weight + (long)row * columns + i, columns - i);
+            largest = x > largest ? x : -x > largest ? -x : largest;
+        }
+        for (int l = 0; l < LANES; ++l) found = std::max(found, largest[l]);
+    }
     return found;
 }
 
@@ -29,7 +32,7 @@ struct Search {
 void follow(const Shape& s, const Layer& layer, const Search& search_for, float independent, float adapts) {
     const long put_in = s.put_in(), put_out = s.put_out();
     // Squares of huge or tiny weights leave the range of fp32, so the largest entry is made 1.
-    const float largest = largest_entry(layer.weight, (long)s.outputs * s.inputs * 9);
+    const float largest = largest_entry(layer.weight, s.outputs, s.inputs * 9, s.threads);
     const float scale = 1 / largest;
     const Space waves = space(2 * put_in), responses = space(2 * put_out), applied = space(2 * put_out);
     const Space vector = space(put_in), image = space(put_out);
@@ -52,6 +55,7 @@ void follow(const Shape& s, const Layer& layer, const Search& search_for, float 
     std::copy_n(vector.get(), put_in, layer.v);
     const float square = found.square, left = gradient(layer.v, square, put_in, s.threads, layer.climb);
     const float sigma = std::max(std::sqrt(square), TINY);
+#pragma omp parallel for num_threads(s.threads) schedule(static)
     for (long i = 0; i < put_out; ++i) layer.u[i] = image[i] / sigma;
     float missing = square > 0 ? std::sqrt(1 + left / std::max(square, TINY)) - 1 : 0;
     const float by_wave = found.by_wave, expected = by_wave + adapts * (gain - by_wave);

@@ -134,7 +134,8 @@ void search(const Taps& k, int h, int w, int grid, int places, int best, int ste
     for (int i = 0; i < 2 * grid; ++i)
         for (int j = 0; j < k.n; ++j) channels[i * k.n_row + j] = kept[i * k.n + j] + noise[i % 2 * k.n + j];
     // Made here, since threads would take them from heaps of their own.
-    std::vector<Symbol> symbols(TOGETHER * threads, Symbol(k));
+    std::vector<Symbol> symbols;
+    for (int i = 0; i < TOGETHER * threads; ++i) symbols.emplace_back(k);
     const size_t size = (size_t)2 * k.taps * k.m_row;
     const Space all_pulled = space(grid * size);
     share(grid, threads, [&](int slot, int from, int count) {

@@ -68,10 +68,10 @@ struct Taps {
 // K(f), rows of m_row floats, at one frequency.
 struct Symbol {
     const Taps& k;
-    std::vector<float> real, imaginary;
+    Space real, imaginary;
     std::vector<V> sums;
 
-    explicit Symbol(const Taps& k) : k(k), real(k.size), imaginary(k.size), sums(2 * k.n) {}
+    explicit Symbol(const Taps& k) : k(k), real(space(k.size)), imaginary(space(k.size)), sums(2 * k.n) {}
 
     // So many at once share the reading of the taps.
     template <int N>
