@@ -47,9 +47,10 @@ void follow(const Shape& s, const Layer& layer, const Search& search_for, float 
     float* images[] = {applied.get(), applied.get() + put_out};
     const Turned weight(s, layer.weight, scale);
     weight.products(false, 2, pair, images);
-    const Longest found = longest({layer.v, layer.climb, &waves[0], &waves[put_in]},
-                                  {images[0], images[1], &responses[0], &responses[put_out]}, put_in, put_out, s.threads,
-                                  independent, vector.get(), image.get());
+    const float* const basis[] = {layer.v, layer.climb, &waves[0], &waves[put_in]};
+    const float* const reached[] = {images[0], images[1], &responses[0], &responses[put_out]};
+    const Longest found =
+        longest(basis, reached, put_in, put_out, s.threads, independent, vector.get(), image.get());
     const float* from = image.get();
     weight.products(true, 1, &from, &layer.climb);
     std::copy_n(vector.get(), put_in, layer.v);

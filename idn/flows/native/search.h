@@ -48,7 +48,8 @@ struct Climb {
     std::vector<double> small, mix;
 
     Climb(const Taps& k, int steps)
-        : k(k), steps(steps), row(2 * k.n_row), vectors(steps * row), image(row), put_in(2 * k.m_row), small(steps * steps) {}
+        : k(k), steps(steps), row(2 * k.n_row), vectors(steps * row), image(row), put_in(2 * k.m_row),
+          small(steps * steps) {}
 
     float operator()(Symbol& symbol, float* channels) {
         const float* rest = channels;

@@ -42,7 +42,8 @@ struct Taps {
         for (int k = 1; k <= pairs; ++k)
             for (int i = 0; i < row; ++i) {
                 float sum = x[k * row + i], difference = x[(pairs + k) * row + i];
-                found[(pairs + k) * row + i] = (sum + difference) / 2, found[(pairs - k) * row + i] = (sum - difference) / 2;
+                found[(pairs + k) * row + i] = (sum + difference) / 2;
+                found[(pairs - k) * row + i] = (sum - difference) / 2;
             }
         std::copy(found.begin(), found.end(), x);
     }
@@ -59,7 +60,8 @@ struct Taps {
     void push_each(int rows, const float* put_in, float* pushed) const {
         for (int i = 0; i < rows; ++i, put_in += m_row, pushed += (size_t)taps * n_row) {
             for (int t = 0; t < taps; ++t)
-                for (int a = 0; a < n; ++a) pushed[t * n_row + a] = dot(&numbers[t * size + (size_t)a * m_row], put_in, m_row);
+                for (int a = 0; a < n; ++a)
+                    pushed[t * n_row + a] = dot(&numbers[t * size + (size_t)a * m_row], put_in, m_row);
             each_tap(pushed, n_row);
         }
     }
@@ -82,7 +84,8 @@ struct Symbol {
         for (int i = 0; i < N; ++i)
             for (int pair = 0; pair <= k.pairs; ++pair) {
                 int t = k.pairs + pair;
-                float angle = frequencies[2 * i] * (t / k.kernel - radius) + frequencies[2 * i + 1] * (t % k.kernel - radius);
+                const float* f = frequencies + 2 * i;
+                float angle = f[0] * (t / k.kernel - radius) + f[1] * (t % k.kernel - radius);
                 cos[pair * N + i] = std::cos(angle), sin[pair * N + i] = std::sin(angle);
             }
         for (size_t at = 0; at < k.size; at += LANES) {
@@ -103,7 +106,8 @@ struct Symbol {
         int b = 0;
         for (; b + 4 * LANES <= k.m_row; b += 4 * LANES) pull_some<4>(c, z, b, pushed);
         for (; b < k.m_row; b += LANES) pull_some<1>(c, z, b, pushed);
-        for (int a = 0; pushed && a < k.n; ++a) pushed[a] = total(sums[2 * a]), pushed[k.n_row + a] = total(sums[2 * a + 1]);
+        for (int a = 0; pushed && a < k.n; ++a)
+            pushed[a] = total(sums[2 * a]), pushed[k.n_row + a] = total(sums[2 * a + 1]);
     }
 
    private:
@@ -163,14 +167,14 @@ void fade(const Taps& k, const float* frequency, const float* channels, int h, i
     std::vector<float> down_re, down_im, right_re, right_im;
     along(h, frequency[0], down_re, down_im), along(w, frequency[1], right_re, right_im);
     // A row of taps sees the wave along its line; what it makes of it is the same for all lines but for a factor.
-    auto lines = [&](int rows, int columns, const float* re, const float* im, int step, float* made, float* to, long half) {
-        const int first_row = radius - rows / 2, first_column = radius - columns / 2;
-        for (int row = 0; row < rows; ++row)
+    auto lines = [&](int width, const float* re, const float* im, int step, float* made, float* to, long half) {
+        const int first = radius - width / 2;
+        for (int row = 0; row < width; ++row)
             for (int p = 0; p < padded; p += LANES) {
                 V x = {}, y = {};
-                for (int t = 0; t < columns; ++t) {
-                    V a = all(re[(row * columns + t) * step]), b = all(im[(row * columns + t) * step]);
-                    V c = load(&right_re[p + first_column + t]), s = load(&right_im[p + first_column + t]);
+                for (int t = 0; t < width; ++t) {
+                    V a = all(re[(row * width + t) * step]), b = all(im[(row * width + t) * step]);
+                    V c = load(&right_re[p + first + t]), s = load(&right_im[p + first + t]);
                     x += a * c - b * s, y += a * s + b * c;
                 }
                 store(made + 2 * row * padded + p, x), store(made + (2 * row + 1) * padded + p, y);
@@ -178,8 +182,8 @@ void fade(const Taps& k, const float* frequency, const float* channels, int h, i
         for (int line = 0; line < h; ++line, to += w)
             for (int p = 0; p < w; p += LANES) {
                 V x = {}, y = {};
-                for (int row = 0; row < rows; ++row) {
-                    V a = all(down_re[line + first_row + row]), b = all(down_im[line + first_row + row]);
+                for (int row = 0; row < width; ++row) {
+                    V a = all(down_re[line + first + row]), b = all(down_im[line + first + row]);
                     V c = load(made + 2 * row * padded + p), s = load(made + (2 * row + 1) * padded + p);
                     x += a * c - b * s, y += a * s + b * c;
                 }
@@ -193,11 +197,11 @@ void fade(const Taps& k, const float* frequency, const float* channels, int h, i
 #pragma omp for schedule(static)
         for (int c = 0; c < inputs + outputs; ++c)
             if (c < inputs)
-                lines(1, 1, &z[c], &z[z_row + c], 0, made.data(), images + c * size, inputs * size);
+                lines(1, &z[c], &z[z_row + c], 0, made.data(), images + c * size, inputs * size);
             else {
                 const float* own = &put_out[c - inputs];
-                lines(k.kernel, k.kernel, own, own + k.taps * out_row, out_row, made.data(), responses + (c - inputs) * size,
-                      outputs * size);
+                float* to = responses + (c - inputs) * size;
+                lines(k.kernel, own, own + k.taps * out_row, out_row, made.data(), to, outputs * size);
             }
     }
 }

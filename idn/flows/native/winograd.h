@@ -5,8 +5,8 @@
 //
 //     out = A^T [(G w G^T) (B^T in B)] A.
 //
-// The sum of out times u is one of (A u A^T) (G w G^T) (B^T in B), which gives the slope. The weight that is turned around
-// has the same 16 numbers in another order. Lanes are tiles, so that numbers of the weight are read in any order.
+// The sum of out times u is one of (A u A^T) (G w G^T) (B^T in B), which gives the slope. The weight that is turned
+// around has the same 16 numbers in another order. Lanes are tiles, so that the weight is read in any order.
 #pragma once
 #include "lanes.h"
 
@@ -73,8 +73,8 @@ struct Entering {
 #pragma GCC unroll 4
             for (int i = 0; i < TURNED; ++i) {
                 const Line& from = line(y - 1 + i);
-                turn_in(load(&from.second[x]), load(&from.first[x]), load(&from.second[x + 1]), load(&from.first[x + 1]),
-                        half + TURNED * i, 1);
+                const float *first = &from.first[x], *second = &from.second[x];
+                turn_in(load(second), load(first), load(second + 1), load(first + 1), half + TURNED * i, 1);
             }
 #pragma GCC unroll 4
             for (int j = 0; j < TURNED; ++j)
@@ -91,7 +91,10 @@ struct Entering {
         for (int x = 0; x < s.right(); x += LANES) {
             V half[2 * TURNED], all[NUMBERS];
 #pragma GCC unroll 2
-            for (int i = 0; i < 2; ++i) turn_u(load(&line(y + i).first[x]), load(&line(y + i).second[x + 1]), half + TURNED * i, 1);
+            for (int i = 0; i < 2; ++i) {
+                const Line& from = line(y + i);
+                turn_u(load(&from.first[x]), load(&from.second[x + 1]), half + TURNED * i, 1);
+            }
 #pragma GCC unroll 4
             for (int j = 0; j < TURNED; ++j) turn_u(half[j], half[TURNED + j], all + j, TURNED);
 #pragma GCC unroll 16
@@ -105,18 +108,22 @@ inline void leave_row(const Shape& s, const float* from, long apart, int row, fl
     for (int x = 0; x < s.right(); x += LANES) {
         V half[2 * TURNED], pixels[4];
 #pragma GCC unroll 4
-        for (int j = 0; j < TURNED; ++j)
-            turn_out(load(from + j * apart + x), load(from + (TURNED + j) * apart + x), load(from + (2 * TURNED + j) * apart + x),
-                     load(from + (3 * TURNED + j) * apart + x), half + j, TURNED);
+        for (int j = 0; j < TURNED; ++j) {
+            auto number = [&](int i) { return load(from + (TURNED * i + j) * apart + x); };
+            turn_out(number(0), number(1), number(2), number(3), half + j, TURNED);
+        }
 #pragma GCC unroll 2
-        for (int i = 0; i < 2; ++i)
-            turn_out(half[TURNED * i], half[TURNED * i + 1], half[TURNED * i + 2], half[TURNED * i + 3], pixels + 2 * i, 1);
+        for (int i = 0; i < 2; ++i) {
+            const V* h = half + TURNED * i;
+            turn_out(h[0], h[1], h[2], h[3], pixels + 2 * i, 1);
+        }
         I low;
         for (int l = 0; l < LANES; ++l) low[l] = l / 2 + l % 2 * LANES;
         for (int i = 0; i < std::min(2, s.height - 2 * row); ++i) {
             float* to = image + (long)(2 * row + i) * s.width + 2 * x;
             put_some(to, __builtin_shuffle(pixels[2 * i], pixels[2 * i + 1], low), s.width - 2 * x);
-            put_some(to + LANES, __builtin_shuffle(pixels[2 * i], pixels[2 * i + 1], low + LANES / 2), s.width - 2 * x - LANES);
+            const V high = __builtin_shuffle(pixels[2 * i], pixels[2 * i + 1], low + LANES / 2);
+            put_some(to + LANES, high, s.width - 2 * x - LANES);
         }
     }
 }
@@ -139,7 +146,10 @@ struct Turned {
                 const float* w = weight + ((long)o * s.inputs + i) * 9;
                 float half[12], *to = &numbers[o * (long)row + i];
                 for (int x = 0; x < 3; ++x) turn(scale * w[x], scale * w[3 + x], scale * w[6 + x], half + x, 3);
-                for (int y = 0; y < TURNED; ++y) turn(half[3 * y], half[3 * y + 1], half[3 * y + 2], to + y * TURNED * size, size);
+                for (int y = 0; y < TURNED; ++y) {
+                    const float* h = half + 3 * y;
+                    turn(h[0], h[1], h[2], to + y * TURNED * size, size);
+                }
             }
     }
 
@@ -231,7 +241,10 @@ void slope(const Shape& s, const float* u, const float* v, float* out) {
                     const float* own = from + x * size;
                     turn(own[0], own[TURNED * size], own[2 * TURNED * size], own[3 * TURNED * size], half + x, TURNED);
                 }
-                for (int y = 0; y < 3; ++y) turn(half[4 * y], half[4 * y + 1], half[4 * y + 2], half[4 * y + 3], to + 3 * y, 1);
+                for (int y = 0; y < 3; ++y) {
+                    const float* h = half + TURNED * y;
+                    turn(h[0], h[1], h[2], h[3], to + 3 * y, 1);
+                }
             }
     }
 }
