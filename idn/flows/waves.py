@@ -8,9 +8,10 @@ A zero-padded convolution is a part (a compression) of this one, so its norm is 
 images hardly less: a wave that fades towards the edges comes near. K(f) is smooth, so a coarse grid of frequencies
 shows where the largest norm is, wherever it was before. The channels of each frequency are kept from step to step.
 
-K(f) is never made: taps are applied to the channels of all frequencies in one matrix product. In all tensors the first
-dimension counts convolutions of equal shape, and a dimension of frequencies comes second. Complex numbers are pairs of
-real ones, in a dimension before the channels.
+Torch never makes K(f): taps are applied to the channels of all frequencies in one matrix product. (The kernel makes it,
+since it can keep one in the cache, and multiplies a quarter as often.) In all tensors the first dimension counts
+convolutions of equal shape, and a dimension of frequencies comes second. Complex numbers are pairs of real ones, in a
+dimension before the channels.
 """
 
 import math
