@@ -10,10 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.grad import conv2d_weight
 
+from idn.flows.convolutions import Convolution, follow_convolution, slope_of
 from idn.flows.maps import Affine
 from idn.flows.matrices import is_small, top_of_small
 from idn.flows.norms import FOLLOWED, Operator, TopSingular, lengths, top_beside_wave, top_singular, unit
-from idn.flows.rounding import BEYOND, NOISE, Rounding
+from idn.flows.rounding import BEYOND, NOISE, Rounding, outweighed
 from idn.flows.small import SmallMatrix, follow_small
 from idn.flows.waves import STEPS, first_channels, strongest_wave
 
@@ -22,7 +23,9 @@ CONVERGED = 2e-3
 """From a random vector: rounds of so many iterations, until so little can be missing, and at most so many rounds."""
 START_ROUNDS = 8
 LARGE = 2**16
-"""Numbers in v."""
+"""Numbers in v,"""
+HEAVY = 2**18
+"""or in the weight."""
 WAVE_STEPS = 3
 """At every frequency, beside one per iteration. With one, large layers that moved fast came 2 % above the bound."""
 ADAPTED_ITERATIONS = 10
@@ -124,10 +127,16 @@ class SpectralLayer(nn.Module):
         """
         if self._kept is not None and self._kept.is_of(self.u, self.v):
             return self._kept.slope
-        slope = conv2d_weight(self.v, self.weight.shape, self.u, padding=self.padding)
+        slope = slope_of(self.weight, self.u, self.v) if self.spatial else None
+        if slope is None:
+            slope = conv2d_weight(self.v, self.weight.shape, self.u, padding=self.padding)
         keep = keep and not self.sparing
         self._kept = _Kept(slope, self.u, self.v, (self.u._version, self.v._version)) if keep else None
         return slope
+
+    def outweigh_rounding(self) -> bool:
+        """Of a convolution's bf16 weight, if a kernel can; whether it did."""
+        return outweighed(self.weight, self.slope(keep=True), self.sigma, self.slack, self.shrink, self.coeff)
 
     @torch.no_grad()
     def multiplied(self) -> Tensor:
@@ -208,21 +217,28 @@ class _Normalised(torch.autograd.Function):
 def update_norms(layers: Iterable[SpectralLayer], iterations: int | None = None) -> None:
     """Follows the largest singular values of many layers, those of equal shape together."""
     alike: dict[Any, list[SpectralLayer]] = defaultdict(list)
-    for layer in _left_by_kernel(list(layers)):
+    for layer in _left_by_kernels(list(layers), iterations or 1):
         # A large layer alone keeps the machine busy, and less is in memory at a time.
-        alone = id(layer) if layer.v.numel() > LARGE else None
+        alone = id(layer) if layer.v.numel() > LARGE or layer.weight.numel() > HEAVY else None
         alike[layer.weight.shape, layer.v.shape, layer.coeff, layer.precision, alone].append(layer)
     for group in alike.values():
         _Together(group).update(iterations or 1)
 
 
-def _left_by_kernel(layers: Sequence[SpectralLayer]) -> list[SpectralLayer]:
-    """All layers but the small matrices whose norms the kernel has followed and proven."""
+def _left_by_kernels(layers: Sequence[SpectralLayer], iterations: int) -> list[SpectralLayer]:
+    """All layers but the small matrices whose norms a kernel has followed and proven, and the convolutions that another
+    has followed."""
     small = [layer for layer in layers if layer.small]
     proven = follow_small(
         [SmallMatrix(x.weight, x.u, x.v, x.sigma, x.slack, x.shrink, x.coeff, x.precision) for x in small]
     )
     done = {layer for layer, one in zip(small, proven, strict=True) if one}
+    for x in layers if iterations == 1 else ():
+        tensors = Convolution(x.weight, x.u, x.v, x.climb, x.others, x.sigma, x.slack) if x.spatial else None
+        if tensors and follow_convolution(tensors, WAVE_STEPS + iterations, ADAPTS):
+            if x.precision != torch.bfloat16 or not x.outweigh_rounding():
+                _Together([x]).outweigh_rounding()
+            done.add(x)
     return [layer for layer in layers if layer not in done]
 
 
@@ -257,8 +273,12 @@ class _Together:
             length, moved = (torch.linalg.vector_norm(w.flatten(1), dim=1) for w in (scaled, change))
             self._write("moved", moved / length.clamp_min(tiny))
             self._write("previous", self.weight)
+        self.outweigh_rounding()
+
+    def outweigh_rounding(self) -> None:
+        """Of weights that are rounded."""
         if self.first.precision is not None:
-            norm = sigma * (1 + top.missing)
+            norm = self._buffers("sigma") * (1 + self._buffers("slack"))
             self._write("shrink", self._outweigh_rounding(norm, self.first.precision))
 
     def _per_layer(self, numbers: Tensor) -> Tensor:
@@ -319,7 +339,7 @@ class _Together:
             slopes = _stack([layer.slope(keep=True) for layer in self.layers])
             norm = rounding.along_slope(bounding * shrink, slopes)
         else:
-            norm = rounding.along(bounding * shrink, self._buffers("u").flatten(1), self.v.flatten(1))
+            norm = rounding.along(bounding * shrink, self._buffers("u").flatten(1), self._buffers("v").flatten(1))
         # One unit of roundoff below: shrunk by less, a coarse entry could round up to where it was.
         smaller = shrink * (coeff / norm.clamp_min(coeff) - torch.finfo(precision).eps / 2)
         return torch.where(norm > coeff * (1 + BEYOND), smaller, shrink)

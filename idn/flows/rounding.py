@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from idn.flows.following import kernel_for
+from idn.flows.kernels import addresses
 
 NOISE = 1.15
 """What rounding adds to a norm at most, over what it is expected to add."""
@@ -54,3 +55,19 @@ class Rounding:
         addresses = (ctypes.c_void_p(None if t is None else t.data_ptr()) for t in tensors)
         getattr(self.kernel, name)(*self.weight.shape, torch.get_num_threads(), *addresses)
         return found
+
+
+def outweighed(weight: Tensor, slope: Tensor, sigma: Tensor, slack: Tensor, shrink: Tensor, coeff: float) -> bool:
+    """Writes the factor for a convolution's bf16 weight, given the slope of its sigma, if a kernel can."""
+    tensors = (weight, slope, sigma, slack)
+    known = all(x.is_contiguous() and x.dtype == torch.float32 for x in tensors)
+    kernel = kernel_for(weight, "rounding") if known else None
+    if kernel is None:
+        return False
+    rules = (ctypes.c_float * 3)(NOISE, BEYOND, torch.finfo(torch.bfloat16).eps)
+    sizes = (*weight.shape[:2], weight[0, 0].numel(), torch.get_num_threads())
+    kernel.outweigh_rounding(
+        *sizes, ctypes.c_float(coeff), rules, addresses(tensors), ctypes.c_void_p(shrink.data_ptr())
+    )
+    torch.autograd.graph.increment_version(shrink)
+    return True

@@ -8,9 +8,10 @@ A zero-padded convolution is a part (a compression) of this one, so its norm is 
 images hardly less: a wave that fades towards the edges comes near. K(f) is smooth, so a coarse grid of frequencies
 shows where the largest norm is, wherever it was before. The channels of each frequency are kept from step to step.
 
-K(f) is never made: taps are applied to the channels of all frequencies in one matrix product. In all tensors the first
-dimension counts convolutions of equal shape, and a dimension of frequencies comes second. Complex numbers are pairs of
-real ones, in a dimension before the channels.
+Torch never makes K(f): taps are applied to the channels of all frequencies in one matrix product. (The kernel makes it,
+since it can keep one in the cache, and multiplies a quarter as often.) In all tensors the first dimension counts
+convolutions of equal shape, and a dimension of frequencies comes second. Complex numbers are pairs of real ones, in a
+dimension before the channels.
 """
 
 import math
@@ -56,8 +57,8 @@ def strongest_wave(weight: Tensor, size: tuple[int, int], channels: Tensor, step
     """For convolutions L x O x I x k x k with odd k on images of `size`, in `steps` steps at every frequency."""
     kernel = kernel_for(weight, "waves")
     if kernel is not None:
-        tables = _tables(weight.shape[-1], min(weight.shape[1:3]))
-        gain, images, responses, channels = search(kernel, weight, size, tables, channels, BEST, steps)
+        known = tables(weight.shape[-1], min(weight.shape[1:3]))
+        gain, images, responses, channels = search(kernel, weight, size, known, channels, BEST, steps)
         return Strongest(gain, Wave(images, responses), channels)
     wide = weight.shape[1] <= weight.shape[2]
     taps = Taps(weight if wide else weight.transpose(1, 2))
@@ -201,7 +202,7 @@ def _noise(size: int) -> Tensor:
 
 
 @cache
-def _tables(kernel: int, channels: int) -> tuple[Tensor, ...]:
+def tables(kernel: int, channels: int) -> tuple[Tensor, ...]:
     """What `search` asks for."""
     frequencies, offsets = grid(kernel)
     angles = (frequencies.unsqueeze(1) + offsets) @ _places(2 * kernel - 1).to(frequencies).mT

@@ -67,4 +67,19 @@ void rounded_along(int matrices, int rows, int columns, int threads, const float
         return u ? sum * u[at] : sum;
     });
 }
+
+// The factor for a convolution's weight, given the slope of its sigma: `_outweigh_rounding` in layers.py.
+void outweigh_rounding(int outputs, int inputs, int taps, int threads, float coeff, const float* rules,
+                       const float* const* tensors, float* shrink) {
+    const float *weight = tensors[0], *slope = tensors[1], norm = *tensors[2] * (1 + *tensors[3]);
+    const float noise_share = rules[0], beyond = rules[1], eps = rules[2];
+    const float bounding = 1 / std::max(norm / coeff, 1.0f);
+    float square, along;
+    rounding_errors(1, outputs, inputs * taps, threads, weight, &bounding, &square);
+    const float spread = 1 / std::sqrt((float)inputs) + 1 / std::sqrt((float)outputs);
+    const float noise = noise_share * std::sqrt(square) * spread;
+    const float found = coeff / std::max(std::min(norm, coeff) + noise, coeff), factor = bounding * found;
+    rounded_along(1, outputs, inputs * taps, threads, weight, &factor, nullptr, slope, &along);
+    *shrink = along > coeff * (1 + beyond) ? found * (coeff / along - eps / 2) : found;
+}
 }

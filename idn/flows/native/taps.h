@@ -1,101 +1,143 @@
 // A kernel's taps at any frequencies: K(f) = sum_t K_t exp(i f.t), and waves that fade towards the edges of an image.
 #pragma once
 #include <complex>
-#include "products.h"
+#include "lanes.h"
 
 namespace {
 
-constexpr int WIDTH = PANEL * LANES;  // of a panel, which is packed so that a product reads it from end to end
-
-// c = a b. A panel of b has `height` rows in memory, of which the first `sum` take part.
-void panels(const float* a, long a_row, const float* b, long height, int sum, int rows, int columns, float* c,
-            long c_row) {
-    Left left = {a, 4 * a_row, 4};
-    int vectors = up(columns, LANES) / LANES;
-    for (; vectors > 0; vectors -= PANEL, b += height * WIDTH, c += WIDTH) {
-        if (vectors >= PANEL) panel<Full, PANEL>(left, b, WIDTH, sum, rows, c, c_row, false);
-        else if (vectors == 2) panel<Full, 2>(left, b, WIDTH, sum, rows, c, c_row, false);
-        else panel<Full, 1>(left, b, WIDTH, sum, rows, c, c_row, false);
-    }
-}
-
+// K(f) is n x m, n being the smaller of a kernel's two sides. Taps t and -t are kept as their sum and their difference,
+// K_t + K_-t and K_t - K_-t, of which K(f) takes cos(f.t) and i sin(f.t): first the tap in the middle, then all sums,
+// then all differences. Vectors of channels are padded; a complex one is its real and then its imaginary part.
 struct Taps {
-    int n, m, kernel, taps;
+    int n, m, kernel, taps, pairs;
     bool wide;
     int n_row, m_row;
-    std::vector<float> pulling, pushing;
+    size_t size;
+    std::vector<float> numbers;
 
-    Taps(const float* weight, int outputs, int inputs, int kernel, int threads)
+    Taps(const float* weight, float scale, int outputs, int inputs, int kernel, int threads)
         : n(std::min(outputs, inputs)), m(std::max(outputs, inputs)), kernel(kernel), taps(kernel * kernel),
-          wide(outputs <= inputs), n_row(up(n, LANES)), m_row(up(m, LANES)),
-          pulling((size_t)up(m_row, WIDTH) * taps * n), pushing((size_t)up(taps * n_row, WIDTH) * m) {
+          pairs(taps / 2), wide(outputs <= inputs), n_row(up(n, LANES)), m_row(row_length(m)), size((size_t)n * m_row),
+          numbers(taps * size) {
         // K_t[a][b] for a of n and b of m.
         const long down = wide ? (long)inputs * taps : taps, right = wide ? taps : (long)inputs * taps;
 #pragma omp parallel for num_threads(threads) schedule(static)
-        for (int block = 0; block < n_row / LANES; ++block)
-            for (int side = 0; side < 2; ++side) {
-                int a0 = block * LANES, a1 = std::min(n, a0 + LANES);
-                if (side)  // to pull, columns are b
-                    for (int a = a0; a < a1; ++a)
-                        for (int b = 0; b < m; ++b) {
-                            const float* from = weight + a * down + b * right;
-                            float* to = &pulling[(size_t)(b / WIDTH) * taps * n * WIDTH + (size_t)a * WIDTH + b % WIDTH];
-                            for (int t = 0; t < taps; ++t) to[(size_t)t * n * WIDTH] = from[t];
-                        }
-                else  // to push, columns are taps with a
-                    for (int b = 0; b < m; ++b)
-                        for (int t = 0; t < taps; ++t) {
-                            int column = t * n_row + a0;
-                            const float* from = weight + a0 * down + b * right + t;
-                            float* to = &pushing[(size_t)(column / WIDTH) * m * WIDTH + (size_t)b * WIDTH + column % WIDTH];
-                            for (int a = 0; a < a1 - a0; ++a) to[a] = from[a * down];
-                        }
+        for (int a = 0; a < n; ++a)
+            for (int b = 0; b < m; ++b) {
+                const float* from = weight + a * down + b * right + pairs;
+                float *to = &numbers[(size_t)a * m_row + b], *other = to + pairs * size;
+                *to = scale * *from;
+                for (int k = 1; k <= pairs; ++k)
+                    to[k * size] = scale * (from[k] + from[-k]), other[k * size] = scale * (from[k] - from[-k]);
             }
+    }
+
+    const float* sums(int pair) const { return &numbers[pair * size]; }
+    const float* differences(int pair) const { return &numbers[(pairs + pair) * size]; }
+
+    // What taps in the middle, sums and differences make of something -> what the taps make of it, in their order.
+    void each_tap(float* x, int row) const {
+        std::vector<float> found((size_t)taps * row);
+        std::copy_n(x, row, &found[(size_t)pairs * row]);
+        for (int k = 1; k <= pairs; ++k)
+            for (int i = 0; i < row; ++i) {
+                float sum = x[k * row + i], difference = x[(pairs + k) * row + i];
+                found[(pairs + k) * row + i] = (sum + difference) / 2;
+                found[(pairs - k) * row + i] = (sum - difference) / 2;
+            }
+        std::copy(found.begin(), found.end(), x);
     }
 
     // K_t^T c of each tap, tap by tap.
     void pull_each(int rows, const float* channels, float* pulled) const {
         for (int t = 0; t < taps; ++t)
-            panels(channels, n_row, &pulling[(size_t)t * n * WIDTH], taps * n, n, rows, m, pulled + t * m_row,
-                   taps * m_row);
+            product<Full>({channels, 4L * n_row, 4}, &numbers[t * size], m_row, n, rows, m, pulled + t * m_row,
+                          (long)taps * m_row, false);
+        for (int i = 0; i < rows; ++i) each_tap(pulled + (size_t)i * taps * m_row, m_row);
     }
 
     // K_t z of each tap, tap by tap.
     void push_each(int rows, const float* put_in, float* pushed) const {
-        panels(put_in, m_row, pushing.data(), m, m, rows, taps * n_row, pushed, taps * n_row);
-    }
-};
-
-// cos and sin of f.t for every frequency and tap.
-struct Turns {
-    std::vector<float> cos, sin;
-
-    Turns(const Taps& k, const float* frequencies, int count) : cos(count * k.taps), sin(count * k.taps) {
-        for (int i = 0; i < count * k.taps; ++i) {
-            const float* f = frequencies + i / k.taps * 2;
-            int t = i % k.taps, radius = k.kernel / 2;
-            float angle = f[0] * (t / k.kernel - radius) + f[1] * (t % k.kernel - radius);
-            cos[i] = std::cos(angle), sin[i] = std::sin(angle);
+        for (int i = 0; i < rows; ++i, put_in += m_row, pushed += (size_t)taps * n_row) {
+            for (int t = 0; t < taps; ++t)
+                for (int a = 0; a < n; ++a)
+                    pushed[t * n_row + a] = dot(&numbers[t * size + (size_t)a * m_row], put_in, m_row);
+            each_tap(pushed, n_row);
         }
     }
 };
 
-// The sum of exp(sign i f.t) x_t over taps, for every frequency: K(f)* c with -1 of what is pulled, K(f) z with 1 of
-// what is pushed.
-void turn(const Turns& turns, int taps, float sign, int count, const float* each, int row, float* sum) {
-    for (int f = 0; f < count; ++f) {
-        const float *from = each + (size_t)2 * f * taps * row, *other = from + taps * row;
-        for (int i = 0; i < row; i += LANES) {
-            V real = {}, imaginary = {};
-            for (int t = 0; t < taps; ++t) {
-                V cos = all(turns.cos[f * taps + t]), sin = all(sign * turns.sin[f * taps + t]);
-                V x = load(from + t * row + i), y = load(other + t * row + i);
-                real += cos * x - sin * y, imaginary += sin * x + cos * y;
+// K(f), rows of m_row floats, at one frequency.
+struct Symbol {
+    const Taps& k;
+    Space real, imaginary;
+    std::vector<V> sums;
+
+    explicit Symbol(const Taps& k) : k(k), real(space(k.size)), imaginary(space(k.size)), sums(2 * k.n) {}
+
+    // So many at once share the reading of the taps.
+    template <int N>
+    static void make(Symbol* symbols, const float* frequencies) {
+        const Taps& k = symbols->k;
+        const int radius = k.kernel / 2;
+        std::vector<float> cos(N * (k.pairs + 1)), sin(cos);
+        for (int i = 0; i < N; ++i)
+            for (int pair = 0; pair <= k.pairs; ++pair) {
+                int t = k.pairs + pair;
+                const float* f = frequencies + 2 * i;
+                float angle = f[0] * (t / k.kernel - radius) + f[1] * (t % k.kernel - radius);
+                cos[pair * N + i] = std::cos(angle), sin[pair * N + i] = std::sin(angle);
             }
-            store(sum + (size_t)2 * f * row + i, real), store(sum + ((size_t)2 * f + 1) * row + i, imaginary);
+        for (size_t at = 0; at < k.size; at += LANES) {
+            V x[N], y[N] = {};
+            for (int i = 0; i < N; ++i) x[i] = load(&k.numbers[at]);
+            for (int pair = 1; pair <= k.pairs; ++pair) {
+                V sum = load(k.sums(pair) + at), difference = load(k.differences(pair) + at);
+                for (int i = 0; i < N; ++i) x[i] += cos[pair * N + i] * sum, y[i] += sin[pair * N + i] * difference;
+            }
+            for (int i = 0; i < N; ++i) store(&symbols[i].real[at], x[i]), store(&symbols[i].imaginary[at], y[i]);
         }
     }
-}
+
+    // z = K(f)* c, and if it is wanted, K(f) z. Columns are taken a few at a time: what they have been multiplied with
+    // to pull is still in a fast cache when it is time to push.
+    void pull(const float* c, float* z, float* pushed = nullptr) {
+        if (pushed) std::fill(sums.begin(), sums.end(), V{});
+        int b = 0;
+        for (; b + 4 * LANES <= k.m_row; b += 4 * LANES) pull_some<4>(c, z, b, pushed);
+        for (; b < k.m_row; b += LANES) pull_some<1>(c, z, b, pushed);
+        for (int a = 0; pushed && a < k.n; ++a)
+            pushed[a] = total(sums[2 * a]), pushed[k.n_row + a] = total(sums[2 * a + 1]);
+    }
+
+   private:
+    template <int N>
+    void pull_some(const float* c, float* z, int from, bool push) {
+        V x[N] = {}, y[N] = {}, other_x[N] = {}, other_y[N] = {};  // short chains
+        const float *re = &real[from], *im = &imaginary[from];
+        for (int a = 0; a < k.n; ++a) {
+            V cos = all(c[a]), sin = all(c[k.n_row + a]);
+#pragma GCC unroll 4
+            for (int v = 0; v < N; ++v) {
+                V r = load(re + (long)a * k.m_row + v * LANES), i = load(im + (long)a * k.m_row + v * LANES);
+                x[v] += r * cos, y[v] += r * sin;
+                other_x[v] += i * sin, other_y[v] += i * cos;
+            }
+        }
+        for (int v = 0; v < N; ++v) x[v] += other_x[v], y[v] -= other_y[v];
+        for (int v = 0; v < N; ++v) store(z + from + v * LANES, x[v]), store(z + k.m_row + from + v * LANES, y[v]);
+        for (int a = 0; push && a < k.n; ++a) {
+            V p = sums[2 * a], q = sums[2 * a + 1];
+#pragma GCC unroll 4
+            for (int v = 0; v < N; ++v) {
+                V r = load(re + (long)a * k.m_row + v * LANES), i = load(im + (long)a * k.m_row + v * LANES);
+                p += r * x[v], q += r * y[v];
+                p -= i * y[v], q += i * x[v];
+            }
+            sums[2 * a] = p, sums[2 * a + 1] = q;
+        }
+    }
+};
 
 // Real and imaginary part of exp(i f.p) z, largest in the middle of the image and 0 outside, for the z that K(f) takes
 // to `channels`; and what the convolution makes of them.
@@ -105,58 +147,62 @@ void fade(const Taps& k, const float* frequency, const float* channels, int h, i
     const int out_row = k.wide ? k.n_row : k.m_row;
     std::vector<float> z(2 * z_row), put_out((size_t)2 * k.taps * out_row);
     if (k.wide) {
-        std::vector<float> pulled((size_t)2 * k.taps * k.m_row);
-        k.pull_each(2, channels, pulled.data());
-        turn(Turns(k, frequency, 1), k.taps, -1, 1, pulled.data(), k.m_row, z.data());
+        Symbol symbol(k);
+        Symbol::make<1>(&symbol, frequency);
+        symbol.pull(channels, z.data());
         k.push_each(2, z.data(), put_out.data());
     } else {  // what K^T puts out is the complex conjugate of what goes into K
         for (int i = 0; i < k.n_row; ++i) z[i] = channels[i], z[z_row + i] = -channels[k.n_row + i];
         k.pull_each(2, z.data(), put_out.data());
     }
-    const int radius = k.kernel / 2, rows = h + 2 * radius, row = w + 2 * radius, pixels = h * row;
-    std::vector<float> cos(rows * row + k.taps * LANES), sin(cos.size());
-    std::vector<std::complex<double>> right(w);
-    // Along one axis, within the image: half a sine times exp(i f p).
-    auto along = [](int at, int size, float f) {
-        return std::polar(std::sin(M_PI * (at + 1) / (size + 1)), f * (at - (size - 1) / 2.0));
-    };
-    for (int y = 0; y < h; ++y) {
-        std::complex<double> down = along(y, h, frequency[0]);
-        for (int x = 0; x < w; ++x) {
-            if (y == 0) right[x] = along(x, w, frequency[1]);
-            std::complex<double> wave = down * right[x];
-            int at = (y + radius) * row + x + radius;
-            cos[at] = wave.real(), sin[at] = wave.imag();
+    // Along one axis: half a sine times exp(i f p), and zeros beyond the image.
+    const int radius = k.kernel / 2, padded = up(w, LANES);
+    auto along = [&](int size, float f, std::vector<float>& real, std::vector<float>& imaginary) {
+        real.assign(up(size, LANES) + 2 * radius, 0), imaginary = real;
+        for (int p = 0; p < size; ++p) {
+            std::complex<double> wave = std::polar(std::sin(M_PI * (p + 1) / (size + 1)), f * (p - (size - 1) / 2.0));
+            real[p + radius] = wave.real(), imaginary[p + radius] = wave.imag();
         }
-    }
-    // Rows of pixels stand one behind the other, with what is beyond the edges between them.
-    auto keep_rows = [&](const std::vector<float>& all_pixels, float* to) {
-        for (int y = 0; y < h; ++y) std::copy_n(&all_pixels[y * row], w, to + y * w);
     };
-    std::vector<int> seen_from;  // where each tap sees the wave from
-    for (int t = 0; t < k.taps; ++t) seen_from.push_back(t / k.kernel * row + t % k.kernel);
-    auto write = [&](int taps, const int* from, const float* re, const float* im, int step, float* to, long half) {
-        std::vector<float> real(up(pixels, LANES)), imaginary(real);
-        for (int p = 0; p < pixels; p += LANES) {
-            V x = {}, y = {};
-            for (int t = 0; t < taps; ++t) {
-                V a = all(re[t * step]), b = all(im[t * step]), c = load(&cos[p + from[t]]), s = load(&sin[p + from[t]]);
-                x += a * c - b * s, y += a * s + b * c;
+    std::vector<float> down_re, down_im, right_re, right_im;
+    along(h, frequency[0], down_re, down_im), along(w, frequency[1], right_re, right_im);
+    // A row of taps sees the wave along its line; what it makes of it is the same for all lines but for a factor.
+    auto lines = [&](int width, const float* re, const float* im, int step, float* made, float* to, long half) {
+        const int first = radius - width / 2;
+        for (int row = 0; row < width; ++row)
+            for (int p = 0; p < padded; p += LANES) {
+                V x = {}, y = {};
+                for (int t = 0; t < width; ++t) {
+                    V a = all(re[(row * width + t) * step]), b = all(im[(row * width + t) * step]);
+                    V c = load(&right_re[p + first + t]), s = load(&right_im[p + first + t]);
+                    x += a * c - b * s, y += a * s + b * c;
+                }
+                store(made + 2 * row * padded + p, x), store(made + (2 * row + 1) * padded + p, y);
             }
-            store(&real[p], x), store(&imaginary[p], y);
-        }
-        keep_rows(real, to), keep_rows(imaginary, to + half);
+        for (int line = 0; line < h; ++line, to += w)
+            for (int p = 0; p < w; p += LANES) {
+                V x = {}, y = {};
+                for (int row = 0; row < width; ++row) {
+                    V a = all(down_re[line + first + row]), b = all(down_im[line + first + row]);
+                    V c = load(made + 2 * row * padded + p), s = load(made + (2 * row + 1) * padded + p);
+                    x += a * c - b * s, y += a * s + b * c;
+                }
+                put_some(to + p, x, w - p), put_some(to + half + p, y, w - p);
+            }
     };
     const long size = (long)h * w;
-#pragma omp parallel for num_threads(threads) schedule(static)
-    for (int c = 0; c < inputs + outputs; ++c) {
-        if (c < inputs)
-            write(1, &seen_from[k.taps / 2], &z[c], &z[z_row + c], 0, images + c * size, inputs * size);
-        else {
-            const float* own = &put_out[c - inputs];
-            write(k.taps, seen_from.data(), own, own + k.taps * out_row, out_row, responses + (c - inputs) * size,
-                  outputs * size);
-        }
+#pragma omp parallel num_threads(threads)
+    {
+        std::vector<float> made(2 * k.kernel * padded);
+#pragma omp for schedule(static)
+        for (int c = 0; c < inputs + outputs; ++c)
+            if (c < inputs)
+                lines(1, &z[c], &z[z_row + c], 0, made.data(), images + c * size, inputs * size);
+            else {
+                const float* own = &put_out[c - inputs];
+                float* to = responses + (c - inputs) * size;
+                lines(k.kernel, own, own + k.taps * out_row, out_row, made.data(), to, outputs * size);
+            }
     }
 }
 
