@@ -7,7 +7,7 @@ not available or does not know how, `image_run` and `image_again` return None.
 
 import ctypes
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -184,11 +184,12 @@ class _Images:
     def _ready(self) -> Any:
         """The call with the weights as the kernel reads them, made once for all parts of a batch."""
         global _packed
-        if _packed is None or _packed.net() is not self.net:
-            _packed = None  # freed before others are made
+        if _packed.net() is not self.net:
             weights = [*(layer.affine.weight for layer in self.layers), self.net.last.weight]
             weights = [weight.detach().contiguous() for weight in weights]
-            words = torch.zeros(self.kernel.dense_words(self.call.reference))
+            needed = self.kernel.dense_words(self.call.reference)
+            words = _packed.words if len(_packed.words) >= needed else torch.empty(needed)
+            words[:needed].zero_()
             self.kernel.dense_pack(self.call.reference, addresses(weights), words.data_ptr())
             _packed = _Packed(weakref.ref(self.net), words)
         self.call.words = _packed.words.data_ptr()
@@ -207,12 +208,14 @@ class _Images:
 
 
 class _Packed(NamedTuple):
-    net: "weakref.ref[DenseNet]"
+    """Of the branch that is worked on: the words of all together would be as large as what they save."""
+
+    net: Callable[[], "DenseNet | None"]
     words: Tensor
+    """Room that is kept, since large pieces of memory are hard to find again."""
 
 
-_packed: _Packed | None = None
-"""Of the branch that is worked on: those of all blocks together would be as large as what they save."""
+_packed = _Packed(lambda: None, torch.empty(0))
 
 
 class _Call(ctypes.Structure):

@@ -9,7 +9,10 @@ namespace {
 
 float* aligned(float* start) { return (float*)(((uintptr_t)start + 63) / 64 * 64); }
 
-// Memory that a thread goes on using.
+// Memory that a thread goes on using: a piece for its images, and the calling one's for the sums of all threads.
+enum Use { IMAGES, SUMS };
+
+template <Use>
 float* memory(size_t floats) {
     static thread_local std::unique_ptr<float[]> kept;
     static thread_local size_t size = 0;
@@ -42,7 +45,7 @@ template <class Each>
 void over_images(int count, int threads, size_t floats, Each each) {
 #pragma omp parallel for num_threads(threads) schedule(static, 1)
     for (int slot = 0; slot < threads; ++slot) {
-        float* start = memory(floats);
+        float* start = memory<IMAGES>(floats);
         for (int image = slot; image < count; image += threads) each(slot, image, Space{start});
     }
 }
@@ -136,8 +139,8 @@ void backward(const Call& call, const Number* x, void* const* kept, const Number
     if (Passes<T>::PAIRED) needed += pass.pairs * (pass.size(net.feature_pairs) + pass.size(net.slot_pairs));
     for (int l = 0; l < depth; ++l)
         needed += (rows - Rows<Number>(call, kept, l, 0).known) * up(pixels * net.padded(l), LANES);
-    std::vector<float> room((size_t)call.threads * sums + LANES);
-    float* total = aligned(room.data());
+    float* total = memory<SUMS>(call.threads * sums);
+    std::fill_n(total, call.threads * sums, 0.0f);
     std::vector<double> betas((size_t)call.threads * depth);
     over_images(call.points, call.threads, needed, [&](int slot, int p, Space space) {
         float *f[MOST_ROWS], *t[MOST_ROWS], *leaving[MOST_ROWS], *f_words[MOST_ROWS], *t_words[MOST_ROWS];
