@@ -134,8 +134,10 @@ class DenseNet(Map):
                     into_last.insert(1, into_ending.to(grad.dtype)[:, :, None, None])
             into_weights.append(torch.cat(into_last, 1))
             found: Gradients = []
+            affines = (*(step.affine for step in steps), self.last)
+            along = [affine.along_weight(found) for affine, found in zip(affines, into_weights, strict=True)]
             for into_weight, into_feature, into_factors in zip(
-                into_weights[:-1], into_features, self.into_factors(into_weights), strict=True
+                into_weights[:-1], into_features, self.into_factors(along), strict=True
             ):
                 found += [into_weight, *into_feature, *into_factors]
             found += [into_weights[-1], over_points(grad[:n], self.last.bias.dtype)]
@@ -181,12 +183,13 @@ class DenseNet(Map):
             made.entered.append(y)
         return made
 
-    def into_factors(self, into_weights: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-        """Gradients of a and b of each layer. What they multiply are columns of all weights of later maps."""
+    def into_factors(self, along: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+        """Gradients of a and b of each layer, from each map's `along_weight`: they multiply columns of all weights of
+        later maps."""
         found: list[tuple[Tensor, Tensor]] = []
-        into_channels = self.last.along_weight(into_weights[-1])
-        for layer, into_weight in zip(reversed(self.layers), reversed(into_weights[:-1]), strict=True):
+        into_channels = along[-1]
+        for layer, into_read in zip(reversed(self.layers), reversed(along[:-1]), strict=True):
             passing, new = into_channels[: layer.affine.inputs], into_channels[layer.affine.inputs :]
             found.insert(0, ((passing.sum() / layer.a).view_as(layer.a), (new.sum() / layer.b).view_as(layer.b)))
-            into_channels = passing + layer.affine.along_weight(into_weight)
+            into_channels = passing + into_read
         return found

@@ -146,10 +146,11 @@ class _Images:
         for layer in self.layers:
             found += [torch.empty(layer.affine.weight.shape), torch.empty(len(layer.affine.bias)), torch.empty(())]
         found.append(torch.empty(net.last.weight.shape))
+        along = [torch.empty(affine.inputs) for affine in (*(layer.affine for layer in self.layers), net.last)]
         given = self.rows.data_ptr(), self._places(kept), grad.data_ptr()
-        self.kernel.dense_backward(self._ready(), *given, into.data_ptr(), addresses(found))
+        self.kernel.dense_backward(self._ready(), *given, into.data_ptr(), addresses([*found, *along]))
         gradients: Gradients = []
-        for i, (layer, into_factors) in enumerate(zip(self.layers, net.into_factors(found[::3]), strict=True)):
+        for i, (layer, into_factors) in enumerate(zip(self.layers, net.into_factors(along), strict=True)):
             weight, bias, beta = found[3 * i : 3 * i + 3]
             gradients += [weight, bias, beta.view_as(layer.swish.beta), *into_factors]
         return into, [*gradients, found[-1], over_points(grad[: self.n], net.last.bias.dtype)]

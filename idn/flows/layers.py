@@ -113,8 +113,9 @@ class SpectralLayer(nn.Module):
         """The weight before it is rounded to `precision`."""
         limit = self.coeff / (1 + self.slack)
         # Of a matrix the slope is u v^T, which need not be made.
-        slope = None if self.padding is None else self.slope()
-        again = self.slope if self.sparing and slope is not None else None
+        # Without gradients a sparing layer is in the backward pass, which will ask for the slope once more.
+        slope = None if self.padding is None else self.slope(keep=self.sparing and not torch.is_grad_enabled())
+        again = self._slope_once_more if self.sparing and slope is not None else None
         weight: Tensor = _Normalised.apply(self.weight, self.u, self.v, slope, again, limit)
         return weight if self.precision is None else weight * self.shrink
 
@@ -122,21 +123,26 @@ class SpectralLayer(nn.Module):
     def slope(self, keep: bool = False) -> Tensor:
         """Of sigma = u^T W v over a convolution's weight.
 
-        It takes one product, so that sigma and its gradient need none. May be kept, for as long as u and v stay, unless
-        memory is short: it is as large as the weight.
+        It takes one product, so that sigma and its gradient need none. May be kept, for as long as u and v stay: it is
+        as large as the weight.
         """
         if self._kept is not None and self._kept.is_of(self.u, self.v):
             return self._kept.slope
         slope = slope_of(self.weight, self.u, self.v) if self.spatial else None
         if slope is None:
             slope = conv2d_weight(self.v, self.weight.shape, self.u, padding=self.padding)
-        keep = keep and not self.sparing
         self._kept = _Kept(slope, self.u, self.v, (self.u._version, self.v._version)) if keep else None
+        return slope
+
+    def _slope_once_more(self) -> Tensor:
+        slope, self._kept = self.slope(), None
         return slope
 
     def outweigh_rounding(self) -> bool:
         """Of a convolution's bf16 weight, if a kernel can; whether it did."""
-        return outweighed(self.weight, self.slope(keep=True), self.sigma, self.slack, self.shrink, self.coeff)
+        return outweighed(
+            self.weight, self.slope(keep=not self.sparing), self.sigma, self.slack, self.shrink, self.coeff
+        )
 
     @torch.no_grad()
     def multiplied(self) -> Tensor:
@@ -336,7 +342,7 @@ class _Together:
         noise = NOISE * rounding.errors(bounding) * (inputs**-0.5 + outputs**-0.5)
         shrink = coeff / (norm.clamp_max(coeff) + noise).clamp_min(coeff)
         if self.first.spatial:
-            slopes = _stack([layer.slope(keep=True) for layer in self.layers])
+            slopes = _stack([layer.slope(keep=not layer.sparing) for layer in self.layers])
             norm = rounding.along_slope(bounding * shrink, slopes)
         else:
             norm = rounding.along(bounding * shrink, self._buffers("u").flatten(1), self._buffers("v").flatten(1))

@@ -98,7 +98,8 @@ void pull(const Call& call, int count, const Number* u, void* const* slopes, flo
     });
 }
 
-// Sums of all threads to the gradients: weight, bias and beta of each layer, then the last weight.
+// Sums of all threads to the gradients: weight, bias and beta of each layer, and the last weight. Then, of each layer, the
+// weight times its gradient, summed for each channel that comes in.
 template <class T>
 void gather(const Passes<T>& pass, const float* total, const std::vector<double>& betas, float* const* gradients) {
     const Net<T>& net = pass.net;
@@ -110,16 +111,21 @@ void gather(const Passes<T>& pass, const float* total, const std::vector<double>
         return sum;
     };
     for (int l = 0; l <= net.depth; ++l) {
-        const int taps = net.taps(l), inputs = net.column(l + 1);
+        const int taps = net.taps(l), inputs = net.column(l + 1), wide = net.width(l);
         const long stride = pass.padded_columns(l), weight = pass.weight_sums(l);
-#pragma omp parallel for num_threads(threads)
-        for (int first = 0; first < net.outputs[l]; first += LANES)
-            for (int c = 0; c < inputs; ++c)
+        const float* words = pass.words(net.forward_words[l]);
+        net.over_inputs(l, threads, [&](int c, long word, int next, int number) {
+            V along = {};
+            for (int first = 0; first < net.outputs[l]; first += LANES)
                 for (int tap = 0; tap < taps; ++tap) {
                     V sum = summed(weight + ((long)tap * inputs + c) * stride + first);
+                    const float* at = words + first / wide * net.forward_block(l) + (word + tap * next) * wide + first % wide;
+                    along += sum * unpaired<T>(load(at), number);
                     float* to = gradients[3 * l] + ((long)first * inputs + c) * taps + tap;
                     for (int o = 0; o < std::min(LANES, net.outputs[l] - first); ++o) to[(long)o * inputs * taps] = sum[o];
                 }
+            gradients[3 * net.depth + 1 + l][c] = ::total(along);
+        });
         if (l == net.depth) break;
         double beta = 0;
         for (int slot = 0; slot < threads; ++slot) beta += betas[slot * net.depth + l];

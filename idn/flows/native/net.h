@@ -19,23 +19,20 @@ struct Call {  // as `dense_images.py` passes it
 
 // Groups of channels in planes of at most `in_line` channels; each group, and of mirrored ones each side, starts a plane.
 struct Planes {
-    struct Plane {
-        int first, channels;  // where its channels are in the group
-    };
     int per_word, in_line;
-    std::vector<Plane> planes;
+    std::vector<int> planes;  // how many channels are in each
     std::vector<int> starts = {0};  // of the groups, and the end
 
     void add(int sides, int channels) {
         for (int side = 0; side < sides; ++side)
-            for (int c = 0; c < channels; c += in_line) planes.push_back({side * channels + c, std::min(in_line, channels - c)});
+            for (int c = 0; c < channels; c += in_line) planes.push_back(std::min(in_line, channels - c));
         starts.push_back(planes.size());
     }
     int count() const { return planes.size(); }
     int with(int group, int c, int side = 0, int sides = 1) const {
         return starts[group] + (starts[group + 1] - starts[group]) / sides * side + c / in_line;
     }
-    int words(int plane) const { return (planes[plane].channels + per_word - 1) / per_word; }
+    int words(int plane) const { return (planes[plane] + per_word - 1) / per_word; }
     int words(int first_group, int end_group) const {
         int sum = 0;
         for (int p = starts[first_group]; p < starts[end_group]; ++p) sum += words(p);
@@ -47,12 +44,15 @@ struct Planes {
             for (int tap = 0; tap < taps; ++tap)
                 stretches.push_back({p * frame.plane() + (taps > 1 ? frame.step(tap) : 0), words(p)});
     }
-    // Calls each(channel of the group, words before those of its plane, words of the plane, word among them, number).
-    template <class Each>
-    void over_channels(int group, Each each) const {
+    // Where a channel of a group is: its plane has `words`, `before` are those of the group's planes before it.
+    struct Channel {
+        int before, words, word, number;
+    };
+    std::vector<Channel> channels(int group) const {
+        std::vector<Channel> found;
         for (int p = starts[group], before = 0; p < starts[group + 1]; before += words(p++))
-            for (int c = 0; c < planes[p].channels; ++c)
-                each(planes[p].first + c, before, words(p), c / per_word, c % per_word);
+            for (int c = 0; c < planes[p]; ++c) found.push_back({before, words(p), c / per_word, c % per_word});
+        return found;
     }
 };
 
@@ -116,41 +116,50 @@ struct Net {
         }
     }
 
-  private:
-    static long place(long word, int columns, long column, int number) {
-        return (word * columns + column) * T::PER_WORD + number;
+    // Calls each(channel of the weight, its first word among those of its layer, words to the next tap, number), on threads.
+    template <class Each>
+    void over_inputs(int l, int threads, Each each) const {
+        for (int g = 0; g <= l; ++g) {
+            const std::vector<Planes::Channel> found = features.channels(g);
+            const long first = features.words(0, g), start = column(g);
+#pragma omp parallel for num_threads(threads)
+            for (int c = 0; c < (int)found.size(); ++c)
+                each(start + c, (first + found[c].before) * taps(l) + found[c].word, found[c].words, found[c].number);
+        }
     }
 
+  private:
     void pack_forward(int l, const Number* weight, int threads, Number* out) const {
         const int taps = this->taps(l), wide = width(l), inputs = column(l + 1);
-        const long size = forward_block(l) * T::PER_WORD;
-#pragma omp parallel for num_threads(threads)
-        for (int o = 0; o < outputs[l]; ++o)
-            for (int g = 0; g <= l; ++g) {
-                const Number* from = weight + ((long)o * inputs + column(g)) * taps;
-                Number* to = out + o / wide * size;
-                const long first = features.words(0, g);
-                features.over_channels(g, [&](int c, int before, int words, int word, int number) {
-                    for (int tap = 0; tap < taps; ++tap)
-                        to[place((first + before) * taps + tap * words + word, wide, o % wide, number)] = from[c * taps + tap];
-                });
+        const long size = forward_block(l);
+        over_inputs(l, threads, [&](int c, long word, int next, int number) {
+            for (int o = 0; o < outputs[l]; ++o) {
+                const Number* from = weight + ((long)o * inputs + c) * taps;
+                Number* to = out + (o / wide * size + word * wide + o % wide) * T::PER_WORD + number;
+                for (int tap = 0; tap < taps; ++tap) to[(long)tap * next * wide * T::PER_WORD] = from[tap];
             }
+        });
     }
 
     // Taps are turned round: what is given back to a pixel comes from where the pixel was read.
     void pack_back(int g, int l, const Number* weight, int threads, Number* out) const {
         const int taps = this->taps(l), inputs = column(l + 1), start = column(g), slot = depth - l;
-        const long last = slots.words(0, 1), first = slot ? slots.words(1, slot) : 0, size = back_block(g) * T::PER_WORD;
+        const long last = slots.words(0, 1), first = slot ? slots.words(1, slot) : 0, size = back_block(g);
+        const std::vector<Planes::Channel> found = slots.channels(slot);
+        const int turned = g && slot ? TAPS : 1;  // taps that are summed, not put side by side
 #pragma omp parallel for num_threads(threads)
-        for (int c = 0; c < group(g); ++c)
-            slots.over_channels(slot, [&](int o, int before, int words, int word, int number) {
+        for (int o = 0; o < outputs[l]; ++o) {
+            const Planes::Channel& at = found[o];
+            const long word = slot ? last + (first + at.before) * turned + at.word : at.word + at.before;
+            for (int c = 0; c < group(g); ++c) {
                 const Number* from = weight + ((long)o * inputs + start + c) * taps;
                 for (int tap = 0; tap < taps; ++tap) {
-                    long column = g ? back_column(g, c) : (slot ? tap : CENTRE) * channels + c;
-                    long at = slot ? last + (first + before) * (g ? TAPS : 1) + (g ? TAPS - 1 - tap : 0) * words : before;
-                    out[column / COLUMNS * size + place(at + word, COLUMNS, column % COLUMNS, number)] = from[tap];
+                    const long column = g ? back_column(g, c) : (slot ? tap : CENTRE) * channels + c;
+                    const long row = word + (turned > 1 ? (TAPS - 1 - tap) * at.words : 0);
+                    out[(column / COLUMNS * size + row * COLUMNS + column % COLUMNS) * T::PER_WORD + at.number] = from[tap];
                 }
-            });
+            }
+        }
     }
 
     // Where a channel of group g stands among its blocks' columns.

@@ -44,12 +44,12 @@ struct Passes {
     long share_pitch() const { return net.back_blocks(0) * COLUMNS; }
     const float* words(long start) const { return call.words + start; }
 
-    // The first group of an image: rows of channels, times a factor.
+    // The first group of an image: rows of channels, times a factor, and zeros up to whole planes.
     void enter(const Number* from, float factor, float* to) const {
         const int channels = net.channels, in_line = net.features.in_line;
         for (int y = 0; y < height; ++y)
             for (int x = 0; x < width; ++x, from += channels)
-                for (int c = 0; c < up(channels, T::PER_WORD); ++c) {
+                for (int c = 0; c < up(channels, in_line); ++c) {
                     Number* pixel = (Number*)(to + c / in_line * frame.plane() + frame.at(y, x)) + c % in_line;
                     *pixel = c < channels ? T::number(T::rounded(factor * value(from[c]))) : Number{};
                 }
@@ -66,7 +66,7 @@ struct Passes {
     void pair_up(float* const* from, float* const* to) const {
         const int in_line = net.features.in_line;
         for (int k = 0; PAIRED && k < pairs; ++k)
-            for (int c = 0; c < net.channels; ++c)
+            for (int c = 0; c < up(net.channels, LANES); ++c)
                 for (int y = 0; y < height; ++y)
                     for (int x = 0; x < width; ++x) {
                         const long at = c / in_line * frame.plane() + frame.at(y, x);
@@ -115,11 +115,12 @@ struct Passes {
                 for (int i = 0; i < M; ++i) {
                     const long pixel = (long)y * width + x + i, at = pixel * padded + c;
                     V in[MOST_ROWS], out[MOST_ROWS];
-                    for (int r = 0; r < rows; ++r) {
-                        in[r] = r < made.known ? T::get(made.y[r] + at) : T::rounded(load(sums[r] + (i * VECTORS + v) * LANES));
-                        if (r >= made.known && made.y) T::put(made.y[r] + at, in[r]);
+                    for (int r = made.known; r < rows; ++r) {
+                        in[r] = T::rounded(load(sums[r] + (i * VECTORS + v) * LANES));
+                        if (made.y) T::put(made.y[r] + at, in[r]);
                     }
                     if (!made.slopes && !made.features) continue;
+                    for (int r = 0; r < made.known; ++r) in[r] = T::get(made.y[r] + at);
                     V entering = f.entering(in[0], c);
                     for (int side = 0; side < sides; ++side) {
                         Swish<V> swish(side ? -entering : entering, f.phi);

@@ -25,6 +25,13 @@ inline V paired(V x, V y) {
     return x;
 }
 
+// One of the numbers of each word.
+template <class T>
+inline V unpaired(V words, int number) {
+    if (T::PER_WORD == 1) return words;
+    return number ? (V)((I)words & ~0xffff) : (V)((I)words << 16);
+}
+
 // Where the pixels of a plane are, in floats.
 struct Frame {
     int height, width;
