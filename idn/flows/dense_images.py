@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 FEW = 8
 """Channels that come in are few where so many times as many come out: then the product is quickly made again."""
 
-ROOM = 512
-"""Bytes that recomputing may keep of a point's pixel: a layer of 128 channels in fp32, two in bf16."""
+ROOM = 320
+"""Bytes that recomputing may keep for a pixel: 128 channels of five images of eight in fp32, of all in bf16."""
 
 
 def image_run(net: "DenseNet", rows: Tensor, n: int) -> Run | None:
@@ -98,14 +98,15 @@ class _Images:
 
     def run(self) -> Run:
         """What products made is kept for the gradients, as far as it is not quickly made again. Of points alone, whose
-        gradients come later if at all, it is that of as many of the last layers as there is room for."""
+        gradients come later if at all, it is that of the last layer, of as many images as there is room for."""
         rows, n, layers = self.rows, self.n, self.layers
         points_alone = len(rows) == n
-        spared = self._spared()
-        kept = [
-            [] if (i < spared if points_alone else layer.quick) else self._images_of(layer.padded)
-            for i, layer in enumerate(layers)
-        ]
+        if points_alone:
+            last = layers[-1].padded
+            images = min(n, ROOM * n // (last * rows.element_size()))
+            kept = [*[[]] * (len(layers) - 1), self._images_of(last, images)]
+        else:
+            kept = [[] if layer.quick else self._images_of(layer.padded, len(rows)) for layer in layers]
         slopes = [empty_rows(n, layer.padded * (1 + self.mirrored), rows) for layer in layers]
         out = torch.empty_like(rows, dtype=torch.float32)
         self.kernel.dense_forward(self._ready(), rows.data_ptr(), self._places(kept), addresses(slopes), out.data_ptr())
@@ -116,24 +117,15 @@ class _Images:
             self.kernel.dense_pull(self._ready(), len(u), u.data_ptr(), addresses(slopes), into.data_ptr())
             return into
 
-        worth = tuple(image for images in kept for image in images) if points_alone else ()
-        return Run(out, pull, lambda grad: self._back(grad, kept), worth)
-
-    def _spared(self) -> int:
-        """How many layers' products are not kept of points alone."""
-        room, spared = ROOM, len(self.layers)
-        while spared and (room := room - self.layers[spared - 1].padded * self.rows.element_size()) >= 0:
-            spared -= 1
-        return spared
+        return Run(out, pull, lambda grad: self._back(grad, kept), tuple(kept[-1]) if points_alone else ())
 
     def again(self, kept: tuple[Tensor, ...]) -> Back:
-        images = [kept[start : start + self.n] for start in range(0, len(kept), self.n)]
-        return lambda grad: self._back(grad, [*[()] * (len(self.layers) - len(images)), *images])
+        return lambda grad: self._back(grad, [*[()] * (len(self.layers) - 1), kept])
 
-    def _images_of(self, channels: int) -> list[Tensor]:
-        """Room for that many channels of each image. Apart, they fit where gradients have been."""
+    def _images_of(self, channels: int, count: int) -> list[Tensor]:
+        """Room for that many channels of so many images. Apart, they fit where gradients have been."""
         size = channels * self.rows[0, 0].numel()
-        return [torch.empty(size, dtype=self.rows.dtype) for _ in self.rows]
+        return [torch.empty(size, dtype=self.rows.dtype) for _ in range(count)]
 
     def _places(self, kept: Sequence[Sequence[Tensor]]) -> Any:
         """Of each layer's images, of the rows that are kept."""

@@ -143,8 +143,11 @@ void backward(const Call& call, const Number* x, void* const* kept, const Number
     const long pixels = pass.pixels(), sums = pass.all_sums();
     size_t needed = rows * (pass.size(net.features) + pass.size(net.slots) + up(pass.shares(), LANES));
     if (Passes<T>::PAIRED) needed += pass.pairs * (pass.size(net.feature_pairs) + pass.size(net.slot_pairs));
-    for (int l = 0; l < depth; ++l)
-        needed += (rows - Rows<Number>(call, kept, l, 0).known) * up(pixels * net.padded(l), LANES);
+    for (int l = 0; l < depth; ++l) {
+        int known = rows;  // of all images
+        for (int p = 0; p < call.points; ++p) known = std::min(known, Rows<Number>(call, kept, l, p).known);
+        needed += (rows - known) * up(pixels * net.padded(l), LANES);
+    }
     float* total = memory<SUMS>(call.threads * sums);
     std::fill_n(total, call.threads * sums, 0.0f);
     std::vector<double> betas((size_t)call.threads * depth);
@@ -172,8 +175,10 @@ void backward(const Call& call, const Number* x, void* const* kept, const Number
         pass.pair_up(t, t_words);
         for (int l = 0; l < unknown; ++l) pass.layer(l, f, {y[l].row, y[l].known, nullptr, l + 1 < unknown ? f : nullptr});
         float* own = total + slot * sums;
-        for (int l = depth - 1; l >= 0; --l)
-            pass.back(l, y[l].row, t, t_words, f_words, own + pass.bias_sums(l), &betas[slot * depth + l]);
+        for (int l = depth - 1; l >= 0; --l) {
+            const bool there = !Passes<T>::PAIRED && l + 1 < unknown;  // the words of its features
+            pass.back(l, y[l].row, t, t_words, there ? nullptr : f_words, own + pass.bias_sums(l), &betas[slot * depth + l]);
+        }
         pass.leave(t, rows, space.take<float>(rows * pass.shares()), leaving);
         pass.correlate_all(f_words, t_words, own);
     });

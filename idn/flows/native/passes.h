@@ -235,7 +235,7 @@ struct Passes {
     }
 
     // Gradients of what layer l has put out, from those of its features; of its bias and beta. On the way the features
-    // are made again, as words for the gradients of weights.
+    // are made again, as words for the gradients of weights, if those are not there.
     void back(int l, const Number* const* y_rows, float* const* t, float* const* t_words, float* const* f_words, float* into_bias,
               double* into_beta) const {
         const int padded = net.padded(l), sides = net.sides;
@@ -273,7 +273,7 @@ struct Passes {
                         V bend = swish.bend * f.before * through;
                         out[0] += f.phi.beta * bend;
                         beta += entering * (grad[0] * entering * swish.hill + bend);
-                        put_pairs(feature, features[side] + here, f_words);
+                        if (f_words) put_pairs(feature, features[side] + here, f_words);
                     }
                     bias += out[0];
                     for (int r = 0; r < rows; ++r) out[r] *= f.before;
