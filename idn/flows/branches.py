@@ -58,6 +58,8 @@ class Branch(nn.Module):
         super().__init__()
         self.parts = nn.ModuleList(parts)
         self.precision: torch.dtype | None = None
+        # Looking for them takes longer than following small norms.
+        self._spectral = [module for module in self.modules() if isinstance(module, SpectralLayer)]
 
     def forward(self) -> Map:
         maps = [part() for part in self.parts]
@@ -76,7 +78,7 @@ class Branch(nn.Module):
             layer.update_norm()
 
     def spectral_layers(self) -> Iterator[SpectralLayer]:
-        return (module for module in self.modules() if isinstance(module, SpectralLayer))
+        return iter(self._spectral)
 
     def dense_layers(self) -> Iterator[DenseLayer]:
         return (part for part in self.parts if isinstance(part, DenseLayer))

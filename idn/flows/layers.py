@@ -81,6 +81,8 @@ class SpectralLayer(nn.Module):
         size = () if kernel is None else (1, 1) if kernel == 1 else image_size
         self.register_buffer("v", unit(torch.randn(1, inputs, *size, generator=generator)))
         self.register_buffer("u", torch.zeros(1, outputs, *size))
+        # Whether the weight mixes several pixels.
+        self.spatial = self.v[0, 0].numel() > 1
         # A small matrix, whose norm is proven at every step, needs no vectors but these two.
         self.small = not self.spatial and is_small(self.weight)
         if self.spatial:
@@ -160,11 +162,6 @@ class SpectralLayer(nn.Module):
     def update_norm(self, iterations: int | None = None) -> None:
         """Follows the weight's largest singular value; to be called after every change of the weight."""
         update_norms([self], iterations)
-
-    @property
-    def spatial(self) -> bool:
-        """Whether the weight mixes several pixels."""
-        return self.v[0, 0].numel() > 1
 
 
 class _Kept(NamedTuple):

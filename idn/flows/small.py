@@ -53,15 +53,14 @@ def follow_small(matrices: Sequence[SmallMatrix]) -> list[bool]:
 
 
 def _known(matrix: SmallMatrix) -> bool:
-    """Weights may be in another precision or elsewhere, or, under ZeRO 3, empty."""
-    short = min(matrix.weight.shape[0], matrix.weight[0].numel()) if matrix.weight.numel() else 0
+    """Weights may be in another precision or elsewhere, or, under ZeRO 3, empty; the rest is where they are."""
+    weight = matrix.weight
     return (
-        0 < short <= SMALL
-        and matrix.precision in (None, torch.bfloat16)
-        and all(
-            tensor.dtype == torch.float32 and tensor.device.type == "cpu" and tensor.is_contiguous()
-            for tensor in matrix[:6]
-        )
+        matrix.precision in (None, torch.bfloat16)
+        and weight.dtype == matrix.v.dtype == torch.float32
+        and weight.device.type == "cpu"
+        and weight.is_contiguous()
+        and 0 < weight.numel() <= SMALL * max(weight.shape)
     )
 
 
