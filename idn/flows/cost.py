@@ -8,7 +8,8 @@ the series takes, per block:
     gradients of inputs          2 F      of points and of tangents
     gradients of weights         2 F
 
-Recomputation adds 2 F: the tangents come only in the backward pass, where the points are made again as well.
+Recomputation adds 2 F: the tangents come only in the backward pass, where the points are made again as well, unless
+part of what their products made was kept (`dense_images.py`).
 An exact log-det has d tangents instead, and no series.
 """
 

@@ -6,6 +6,7 @@ not available or does not know how, `image_run` and `image_again` return None.
 """
 
 import ctypes
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -176,15 +177,15 @@ class _Images:
 
     def _ready(self) -> Any:
         """The call with the weights as the kernel reads them, made once for all parts of a batch."""
-        global _packed
         if _packed.net() is not self.net:
             weights = [*(layer.affine.weight for layer in self.layers), self.net.last.weight]
             weights = [weight.detach().contiguous() for weight in weights]
             needed = self.kernel.dense_words(self.call.reference)
-            words = _packed.words if len(_packed.words) >= needed else torch.empty(needed)
-            words[:needed].zero_()
-            self.kernel.dense_pack(self.call.reference, addresses(weights), words.data_ptr())
-            _packed = _Packed(weakref.ref(self.net), words)
+            if len(_packed.words) < needed:
+                _packed.words = torch.empty(needed)
+            _packed.words[:needed].zero_()
+            self.kernel.dense_pack(self.call.reference, addresses(weights), _packed.words.data_ptr())
+            _packed.net = weakref.ref(self.net)
         self.call.words = _packed.words.data_ptr()
         return self.call.reference
 
@@ -200,15 +201,15 @@ class _Images:
         return torch.cat([*found, self.passed.reshape(1)]).detach()
 
 
-class _Packed(NamedTuple):
-    """Of the branch that is worked on: the words of all together would be as large as what they save."""
+class _Packed(threading.local):
+    """Of the branch that a thread works on: the words of all together would be as large as what they save."""
 
-    net: Callable[[], "DenseNet | None"]
-    words: Tensor
-    """Room that is kept, since large pieces of memory are hard to find again."""
+    def __init__(self) -> None:
+        self.net: Callable[[], DenseNet | None] = lambda: None
+        self.words = torch.empty(0)  # room that is kept, since large pieces of memory are hard to find again
 
 
-_packed = _Packed(lambda: None, torch.empty(0))
+_packed = _Packed()
 
 
 class _Call(ctypes.Structure):

@@ -40,6 +40,13 @@ struct Layer {
     int padded() const { return up(outputs, LANES); }
 };
 
+// The last ones are the largest.
+template <class Each>
+void over_layers(int count, int threads, Each each) {
+#pragma omp parallel for num_threads(threads) schedule(dynamic, 1)
+    for (int i = 0; i < count; ++i) each(count - 1 - i);
+}
+
 // Features of the input, or of the layer before: `scale` is what they are multiplied with.
 struct Group {
     Activation phi;
@@ -58,7 +65,7 @@ struct Branch {
     // ints: dense, number of layers, kind of the first activation; inputs, outputs and kind of each layer.
     // floats: its divisor; coeff, concat_coeff and divisor of each layer.
     // pointers: its beta; weight, u, v, bias, slack, shrink, beta, eta of each layer.
-    Branch(const int* ints, const float* floats, const float* const* pointers) : dense(ints[0]) {
+    Branch(const int* ints, const float* floats, const float* const* pointers, int threads) : dense(ints[0]) {
         int count = ints[1];
         layers.resize(count);
         groups.resize(count);
@@ -74,7 +81,6 @@ struct Branch {
             layer.weight = at[0], layer.u = at[1], layer.v = at[2], layer.bias = at[3], layer.eta = at[7];
             layer.limit = number[0] / (1 + *at[4]);
             layer.shrink = T::PER_WORD == 2 ? *at[5] : 1;
-            normalise(layer);
             Group& group = groups[i];
             group.offset = features, group.width = group.phi.sides() * group.before;
             features += group.width;
@@ -103,6 +109,7 @@ struct Branch {
         }
         stride = row_length(features + 2 * LANES), t_stride = row_length(gradients + 2 * LANES);  // read beyond
         sums += up(count, LANES);  // of betas
+        over_layers(count, threads, [&](int i) { normalise(layers[i]); });
     }
 
     static Activation activation(int kind, const float* raw, float divisor) {
@@ -190,11 +197,11 @@ struct Branch {
 
 // Gradients of the raw parameters from the sums: dweight, dbias, dbeta, deta of each layer, after the first dbeta.
 template <class T>
-void finish(const Branch<T>& g, const float* sums, float* const* gradients) {
+void finish(const Branch<T>& g, const float* sums, float* const* gradients, int threads) {
     int count = g.layers.size();
     const float* into_betas = sums + g.sums - up(count, LANES);
-    std::vector<double> number(count, 0.0), scale(count + 1, 0.0);  // times their own gradients
-    for (int i = 0; i < count; ++i) {
+    std::vector<double> number(count, 0.0), scale(count + 1, 0.0), parts(count * count, 0.0);  // times their own gradients
+    over_layers(count, threads, [&](int i) {
         const Layer& layer = g.layers[i];
         int inputs = layer.inputs, padded = up(inputs, LANES);
         double along = 0;
@@ -203,8 +210,7 @@ void finish(const Branch<T>& g, const float* sums, float* const* gradients) {
             along += dot(row, layer.weight + o * inputs, inputs);
             for (int j = 0; g.dense && j <= i; ++j) {
                 const Group& group = g.groups[j];
-                double part = dot(row + group.offset, normal + group.offset, group.width);
-                number[i] += part, scale[j] += part;
+                parts[i * count + j] += dot(row + group.offset, normal + group.offset, group.width);
             }
         }
         float share = -along * layer.shrink * layer.factor / layer.sigma;
@@ -217,7 +223,9 @@ void finish(const Branch<T>& g, const float* sums, float* const* gradients) {
         const Activation& phi = g.groups[i].phi;
         float* into_beta = gradients[i ? 4 * i - 1 : 0];
         if (into_beta) *into_beta = into_betas[i] * sigmoid(phi.raw);
-    }
+    });
+    for (int i = 0; i < count; ++i)
+        for (int j = 0; j <= i; ++j) number[i] += parts[i * count + j], scale[j] += parts[i * count + j];
     double later = 0;
     for (int j = count - 2; j >= 0; --j) {
         const Layer& layer = g.layers[j];

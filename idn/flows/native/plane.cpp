@@ -27,10 +27,11 @@ void in_tiles(int n, int threads, size_t space, F each) {
 
 template <class T>
 void forward(const Branch<T>& g, int n, int threads, const float* x, float* gx, float* logdet, float* kept) {
-    std::vector<std::vector<float>> words;
+    const int last = g.layers.size() - 1;
+    std::vector<std::vector<float>> words(last + 1);
     int last_words;
-    for (size_t i = 0; i + 1 < g.layers.size(); ++i) words.push_back(g.forward_words(g.layers[i]));
-    words.push_back(g.last_words(last_words));
+    words[last] = g.last_words(last_words);
+    over_layers(last, threads, [&](int i) { words[i] = g.forward_words(g.layers[i]); });
     auto* z = (typename T::Number*)(kept + 4 * n);
     size_t needed = 3 * TILE * (g.widest + g.stride) + 4 * LANES;
     in_tiles(n, threads, needed, [&](int, float* space, int tile, int start, int count) {
@@ -42,10 +43,10 @@ void forward(const Branch<T>& g, int n, int threads, const float* x, float* gx, 
 template <class T>
 void backward(const Branch<T>& g, int n, int threads, const float* x, const float* into_gx, const float* into_logdet,
               float* kept, float* into_x, float* const* gradients) {
-    std::vector<std::vector<float>> words;
+    std::vector<std::vector<float>> words(g.groups.size());
     int first_words;
-    words.push_back(g.first_words(first_words));
-    for (size_t i = 1; i < g.groups.size(); ++i) words.push_back(g.backward_words(i));
+    words[0] = g.first_words(first_words);
+    over_layers(g.groups.size() - 1, threads, [&](int i) { words[i + 1] = g.backward_words(i + 1); });
     auto* z = (typename T::Number*)(kept + 4 * n);
     std::vector<float> sums((size_t)threads * g.sums, 0.0f);
     size_t needed = 3 * TILE * (g.widest + g.stride + 2 * g.t_stride) + 8 * LANES;
@@ -54,9 +55,10 @@ void backward(const Branch<T>& g, int n, int threads, const float* x, const floa
             .backward(words, first_words, space, into_gx + 2 * start, into_logdet + start, kept + 4 * start,
                       into_x + 2 * start, &sums[(size_t)slot * g.sums]);
     });
-    for (int slot = 1; slot < threads; ++slot)
-        for (int i = 0; i < g.sums; ++i) sums[i] += sums[(size_t)slot * g.sums + i];
-    finish(g, sums.data(), gradients);
+#pragma omp parallel for num_threads(threads)
+    for (int i = 0; i < g.sums; ++i)
+        for (int slot = 1; slot < threads; ++slot) sums[i] += sums[(size_t)slot * g.sums + i];
+    finish(g, sums.data(), gradients, threads);
 }
 
 template <class F>
@@ -89,7 +91,7 @@ int64_t plane_kept(const int* ints, int n) {
 void plane_forward(int low, const int* ints, const float* floats, const float* const* pointers, int n, int threads,
                    const float* x, float* gx, float* logdet, float* kept) {
     in_precision(low, [&](auto type) {
-        forward(Branch<decltype(type)>(ints, floats, pointers), n, threads, x, gx, logdet, kept);
+        forward(Branch<decltype(type)>(ints, floats, pointers, threads), n, threads, x, gx, logdet, kept);
     });
 }
 
@@ -97,7 +99,7 @@ void plane_backward(int low, const int* ints, const float* floats, const float* 
                     const float* x, const float* into_gx, const float* into_logdet, float* kept, float* into_x,
                     float* const* gradients) {
     in_precision(low, [&](auto type) {
-        backward(Branch<decltype(type)>(ints, floats, pointers), n, threads, x, into_gx, into_logdet, kept, into_x,
+        backward(Branch<decltype(type)>(ints, floats, pointers, threads), n, threads, x, into_gx, into_logdet, kept, into_x,
                  gradients);
     });
 }
