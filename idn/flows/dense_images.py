@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 FEW = 8
 """Channels that come in are few where so many times as many come out: then the product is quickly made again."""
 
-ROOM = 320
-"""Bytes that recomputing may keep for a pixel: 128 channels of five images of eight in fp32, of all in bf16."""
+ROOM = 384
+"""Bytes that recomputing may keep for a pixel: 128 channels of three images of four in fp32, of all in bf16."""
 
 
 def image_run(net: "DenseNet", rows: Tensor, n: int) -> Run | None:
