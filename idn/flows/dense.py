@@ -13,15 +13,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from idn.flows.dense_images import image_again, image_run
+from idn.flows.dense_images import FEW, image_again, image_run
 from idn.flows.features import Feature, SlicesPull, feature_of
 from idn.flows.maps import Affine, Back, Gradients, Map, Run, Weights
 from idn.flows.rows import channels_last, empty_rows, gathered, over_points, wide
 from idn.flows.slices import Ending, Slices
 from idn.flows.swish import NARROW
-
-FEW = 8
-"""Channels that come in are few where so many times as many come out."""
 
 
 @dataclass(frozen=True)

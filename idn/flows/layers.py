@@ -115,7 +115,7 @@ class SpectralLayer(nn.Module):
         """The weight before it is rounded to `precision`."""
         limit = self.coeff / (1 + self.slack)
         # Of a matrix the slope is u v^T, which need not be made.
-        # Without gradients a sparing layer is in the backward pass, which will ask for the slope once more.
+        # Without gradients a sparing layer is in the backward pass, which asks for the slope once more, or evaluates.
         slope = None if self.padding is None else self.slope(keep=self.sparing and not torch.is_grad_enabled())
         again = self._slope_once_more if self.sparing and slope is not None else None
         weight: Tensor = _Normalised.apply(self.weight, self.u, self.v, slope, again, limit)

@@ -112,7 +112,7 @@ void gather(const Passes<T>& pass, const float* total, const std::vector<double>
     };
     for (int l = 0; l <= net.depth; ++l) {
         const int taps = net.taps(l), inputs = net.column(l + 1), wide = net.width(l);
-        const long stride = pass.padded_columns(l), weight = pass.weight_sums(l);
+        const long stride = net.padded(l), weight = pass.weight_sums(l);
         const float* words = pass.words(net.forward_words[l]);
         net.over_inputs(l, threads, [&](int c, long word, int next, int number) {
             V along = {};

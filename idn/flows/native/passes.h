@@ -292,7 +292,7 @@ struct Passes {
             const int lines = std::min(BACK_LINES, height - top);
             for (int l = 0; l <= depth; ++l) {
                 const Planes &slots = net.slot_pairs, &features = net.feature_pairs;
-                const long stride = padded_columns(l), each_tap = features.words(0, l + 1) * stride;
+                const long stride = net.padded(l), each_tap = features.words(0, l + 1) * stride;
                 const int start = slots.starts[depth - l], end = slots.starts[depth - l + 1];
                 float* into = sums + weight_sums(l);
                 for (int slot = start; slot < end; slot += VECTORS, into += COLUMNS) {
@@ -317,10 +317,9 @@ struct Passes {
     }
 
     // Sums of a thread: of each layer the weight by taps, inputs and outputs, then the biases.
-    long padded_columns(int l) const { return net.padded(l); }
     long weight_sums(int l) const {
         long size = 0;
-        for (int k = 0; k < l; ++k) size += (long)net.taps(k) * net.column(k + 1) * padded_columns(k);
+        for (int k = 0; k < l; ++k) size += (long)net.taps(k) * net.column(k + 1) * net.padded(k);
         return size;
     }
     long bias_sums(int l) const {
