@@ -232,9 +232,7 @@ def _left_by_kernels(layers: Sequence[SpectralLayer], iterations: int) -> list[S
     """All layers but the small matrices whose norms a kernel has followed and proven, and the convolutions that another
     has followed."""
     small = [layer for layer in layers if layer.small]
-    proven = follow_small(
-        [SmallMatrix(x.weight, x.u, x.v, x.sigma, x.slack, x.shrink, x.coeff, x.precision) for x in small]
-    )
+    proven = follow_small([_small_matrix(layer) for layer in small])
     done = {layer for layer, one in zip(small, proven, strict=True) if one}
     for x in layers if iterations == 1 else ():
         tensors = Convolution(x.weight, x.u, x.v, x.climb, x.others, x.sigma, x.slack) if x.spatial else None
@@ -243,6 +241,13 @@ def _left_by_kernels(layers: Sequence[SpectralLayer], iterations: int) -> list[S
                 _Together([x]).outweigh_rounding()
             done.add(x)
     return [layer for layer in layers if layer not in done]
+
+
+def _small_matrix(layer: SpectralLayer) -> SmallMatrix:
+    """From torch's dictionaries: there are many, and as attributes tensors take ten times as long."""
+    kept = layer._buffers
+    tensors = layer._parameters["weight"], kept["u"], kept["v"], kept["sigma"], kept["slack"], kept["shrink"]
+    return SmallMatrix(*tensors, layer.coeff, layer.precision)
 
 
 class _Together:

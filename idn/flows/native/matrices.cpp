@@ -13,14 +13,6 @@ void to_unit(float* x, int n) {
     for (int i = 0; i < n; ++i) x[i] *= share;
 }
 
-// The next numbers of x, of which n are left, and zeros behind them.
-V some(const float* x, int n) {
-    if (n >= LANES) return load(x);
-    V found = {};
-    memcpy(&found, x, 4 * n);
-    return found;
-}
-
 float largest(const float* x, int n) {
     V most = all(TINY);
     for (int i = 0; i < n; i += LANES) {

@@ -27,6 +27,29 @@ int up(int n, int multiple) { return (n + multiple - 1) / multiple * multiple; }
 int row_length(int n) { return up(n, LANES) + (up(n, LANES) / LANES % 2 ? 0 : LANES); }
 inline V load(const float* p) { return *(const Unaligned*)p; }
 inline void store(float* p, V x) { *(Unaligned*)p = x; }
+// The next numbers of a row, of which n are left, and zeros behind them.
+inline V some(const float* from, int n) {
+#ifdef __AVX512F__
+    if (n < LANES) return n > 0 ? (V)_mm512_maskz_loadu_ps((1 << n) - 1, from) : V{};
+#else
+    if (n < LANES) {
+        V found = {};
+        for (int i = 0; i < n; ++i) found[i] = from[i];
+        return found;
+    }
+#endif
+    return load(from);
+}
+
+inline void put_some(float* to, V x, int n) {
+    if (n >= LANES) return store(to, x);
+#ifdef __AVX512F__
+    if (n > 0) _mm512_mask_storeu_ps(to, (1 << n) - 1, (__m512)x);
+#else
+    for (int i = 0; i < n; ++i) to[i] = x[i];
+#endif
+}
+
 inline V all(float x) { return V{} + x; }
 
 inline float total(V x) {
@@ -45,14 +68,25 @@ float dot(const float* a, const float* b, int n) {
     return rest;
 }
 
+// exp(x) to 2e-7, for |x| <= 87: 2^n exp(f) with |f| <= ln(2) / 2.
 inline V exponential(V x) {
+#ifdef __AVX512F__
+    x = (V)_mm512_min_ps((__m512)all(87.0f), _mm512_max_ps((__m512)all(-87.0f), (__m512)x));
+    V n = (V)_mm512_roundscale_ps((__m512)(x * 1.44269504f), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#else
     x = x < -87.0f ? all(-87.0f) : x;
     x = x > 87.0f ? all(87.0f) : x;
     I k = __builtin_convertvector(x * 1.44269504f + 128.5f, I) - 128;
-    V n = __builtin_convertvector(k, V), f = x - n * 0.693359375f + n * 2.12194440e-4f;
-    V e = all(1.0f / 720);
-    for (float share : {1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f}) e = share + f * e;
+    V n = __builtin_convertvector(k, V);
+#endif
+    V f = x - n * 0.693359375f + n * 2.12194440e-4f;
+    V e = all(8.2902722e-3f);
+    for (float share : {4.1898161e-2f, 0.16667639f, 0.49999148f, 0.9999997f, 1.0f}) e = share + f * e;
+#ifdef __AVX512F__
+    return (V)_mm512_scalef_ps((__m512)e, (__m512)n);
+#else
     return e * (V)((k + 127) << 23);
+#endif
 }
 
 // 1 / x to the last bit or two: an estimate and one step of Newton's method take less than half the time of a division.
@@ -71,7 +105,7 @@ struct Full {
     static constexpr int PER_WORD = 1;
     static V get(const float* p) { return load(p); }
     static void put(float* p, V x) { store(p, x); }
-    static void put_pair(float* p, int stride, V x, V y) { store(p, x), store(p + stride, y); }
+    static void put_pair(float* p, int stride, V x, V y, int n) { put_some(p, x, n), put_some(p + stride, y, n); }
     static float rounded(float x) { return x; }
     static V rounded(V x) { return x; }
     static float number(float x) { return x; }
@@ -87,9 +121,11 @@ struct Low {
     static __m256i narrow(V x) { return (__m256i)_mm512_cvtneps_pbh((__m512)x); }
     static V get(const Number* p) { return wide(_mm256_loadu_si256((const __m256i*)p)); }
     static void put(Number* p, V x) { _mm256_storeu_si256((__m256i*)p, narrow(x)); }
-    static void put_pair(Number* p, int, V x, V y) {
-        __m512i low = _mm512_cvtepu16_epi32(narrow(x)), high = _mm512_cvtepu16_epi32(narrow(y));
-        _mm512_storeu_si512(p, _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
+    static void put_pair(Number* p, int, V x, V y, int n) {
+        I turns;
+        for (int i = 0; i < LANES; ++i) turns[i] = i | (LANES + i) << 16;
+        __m512i one_after_other = (__m512i)_mm512_cvtne2ps_pbh((__m512)y, (__m512)x);
+        put_some((float*)p, (V)_mm512_permutexvar_epi16((__m512i)turns, one_after_other), n);
     }
     static V rounded(V x) { return wide(narrow(x)); }
     static float rounded(float x) { return rounded(all(x))[0]; }
@@ -117,7 +153,7 @@ template <class T, int M, int N>
 inline void block(Left left, const float* b, long width, int sum, float* c, long stride, bool add) {
     const char* a = (const char*)left.words;
     V acc[M][N];
-#pragma GCC unroll 8
+#pragma GCC unroll 9
     for (int i = 0; i < M; ++i)
 #pragma GCC unroll 3
         for (int v = 0; v < N; ++v) acc[i][v] = add ? load(c + i * stride + v * LANES) : V{};
@@ -125,14 +161,14 @@ inline void block(Left left, const float* b, long width, int sum, float* c, long
         V w[N];
 #pragma GCC unroll 3
         for (int v = 0; v < N; ++v) w[v] = load(b + v * LANES);
-#pragma GCC unroll 8
+#pragma GCC unroll 9
         for (int i = 0; i < M; ++i) {
             V x = T::broadcast(a + i * left.down);
 #pragma GCC unroll 3
             for (int v = 0; v < N; ++v) acc[i][v] = T::times(acc[i][v], w[v], x);
         }
     }
-#pragma GCC unroll 8
+#pragma GCC unroll 9
     for (int i = 0; i < M; ++i)
 #pragma GCC unroll 3
         for (int v = 0; v < N; ++v) store(c + i * stride + v * LANES, acc[i][v]);
@@ -141,16 +177,19 @@ inline void block(Left left, const float* b, long width, int sum, float* c, long
 template <class T, int N>
 void panel(Left a, const float* b, long width, int sum, int rows, float* c, long stride, bool add) {
     int i = 0;
-    auto blocks = [&](auto size) {
-        for (; i + size <= rows; i += size) {
+    auto blocks = [&](auto size, int most) {
+        for (; most && i + size <= rows; i += size, --most) {
             Left from = {(const char*)a.words + i * a.down, a.down, a.along};
             block<T, size, N>(from, b, width, sum, c + i * stride, stride, add);
         }
     };
-    blocks(std::integral_constant<int, ROWS>());
-    blocks(std::integral_constant<int, 4>());
-    blocks(std::integral_constant<int, 2>());
-    blocks(std::integral_constant<int, 1>());
+    // Few rows left over would take as long as many: blocks with one row more leave none.
+    const int over = LANES == 16 ? rows % ROWS : 0;  // where there are registers for it
+    blocks(std::integral_constant<int, ROWS + 1>(), over * (ROWS + 1) <= rows ? over : 0);
+    blocks(std::integral_constant<int, ROWS>(), rows);
+    blocks(std::integral_constant<int, 4>(), rows);
+    blocks(std::integral_constant<int, 2>(), rows);
+    blocks(std::integral_constant<int, 1>(), rows);
 }
 
 // c (+)= a b for a b of `sum` rows of words; whole vectors of columns.

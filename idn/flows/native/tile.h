@@ -44,40 +44,34 @@ struct Tile {
             }
     }
 
-    // The features that a layer's activation makes of what entered it.
-    template <bool PAIRED>
-    void activate(const Group& group, Number* features) const {
-        activate_side<PAIRED>(group, features, 1);
-        if (group.phi.kind == CLIPSWISH) activate_side<PAIRED>(group, features + group.before * pace(PAIRED), -1);
+    // What is kept is far away by the time it is wanted, to be read or (1) written.
+    template <int WRITE>
+    void fetch(const Group& group) const {
+        for (long at = 0; at < (long)rows * up(group.before, LANES); at += 64 / BYTES)
+            __builtin_prefetch(z + group.z + at, WRITE);
     }
 
-    static int pace(bool paired) { return paired ? T::PER_WORD : 1; }
+    // The features that a layer's activation makes of what entered it.
+    void activate(const Group& group, Number* features) const {
+        for (int side = 0; side < group.phi.sides(); ++side)
+            activate_side(group, features + group.offset + side * group.before, side ? -1 : 1);
+    }
 
-    template <bool PAIRED>
     void activate_side(const Group& group, Number* features, float sign) const {
         const int padded = up(group.before, LANES);
         const long down = (long)points * padded, below = (long)points * g.stride;
         const Activation phi = group.phi;
         const float scale = group.scale, signed_scale = sign * scale;
-        for (int c = 0; c < padded; c += LANES) {
-            const Number* entered = z + group.z + c;
-            Number* out = features + (group.offset + c) * pace(PAIRED);
-            for (int p = 0; p < points; p += 2, entered += 2 * padded, out += 2 * g.stride) {
-                const Number *one = entered, *two = entered + padded;
+        for (int p = 0; p < points; p += 2)
+            for (int c = 0; c < padded; c += LANES) {
+                const Number *one = z + group.z + (long)p * padded + c, *two = one + padded;
+                Number *out = features + (long)p * g.stride + c, *next = out + g.stride;
                 Swish<V> first(sign * T::get(one), phi), second(sign * T::get(two), phi);
-                write<PAIRED>(out, first.value * scale, second.value * scale);
                 V slope = first.slope * signed_scale, other = second.slope * signed_scale;
-                write<PAIRED>(out + below, T::get(one + down) * slope, T::get(two + down) * other);
-                write<PAIRED>(out + 2 * below, T::get(one + 2 * down) * slope, T::get(two + 2 * down) * other);
+                T::put(out, first.value * scale), T::put(next, second.value * scale);
+                T::put(out + below, T::get(one + down) * slope), T::put(next + below, T::get(two + down) * other);
+                T::put(out + 2 * below, T::get(one + 2 * down) * slope), T::put(next + 2 * below, T::get(two + 2 * down) * other);
             }
-        }
-    }
-
-    template <bool PAIRED>
-    void write(Number* out, V one, V two) const {
-        if (PAIRED) return T::put_pair(out, g.stride, one, two);
-        T::put(out, one);
-        T::put(out + g.stride, two);
     }
 
     void forward(const std::vector<std::vector<float>>& words, int last_words, float* space, float* gx, float* logdet,
@@ -89,6 +83,7 @@ struct Tile {
         for (int i = 0; i < last; ++i) {
             const Layer& layer = g.layers[i];
             int width = layer.padded(), sum = up(layer.inputs, T::PER_WORD) / T::PER_WORD;
+            fetch<1>(g.groups[i + 1]);
             product<T>({features + layer.start, g.stride * BYTES, 4}, words[i].data(), row_length(width), sum, rows, width, made,
                        width, false);
             Number* entering = z + g.groups[i + 1].z;
@@ -98,7 +93,7 @@ struct Tile {
                     if (r < points) value += load(&layer.padded_bias[c]);
                     T::put(entering + r * width + c, value);
                 }
-            activate<false>(g.groups[i + 1], features);
+            activate(g.groups[i + 1], features);
         }
         const Layer& layer = g.layers[last];
         two_columns<T>((const char*)(features + layer.start), g.stride * BYTES, words[last].data(), last_words, rows,
@@ -114,10 +109,11 @@ struct Tile {
 
     static float determinant(const float* j) { return (1 + j[0]) * (1 + j[3]) - j[1] * j[2]; }
 
-    // Gradients of what the activation made become those of what entered it, times the layer's number.
+    // Gradients of what the activation made become those of what entered it, times the layer's number. What it made is
+    // made again on the way.
     template <int SIDES>
-    float back(const Group& group, const Layer& layer, const float* into, int width, Number* t, Number* paired,
-               float* into_bias) const {
+    float back(const Group& group, const Layer& layer, const float* into, int width, Number* features, Number* t,
+               Number* paired, float* into_bias) const {
         const int padded = layer.padded(), stride = g.t_stride;
         const long down = (long)points * padded, into_down = (long)points * width, below = (long)points * stride;
         const Activation phi = group.phi;
@@ -126,7 +122,7 @@ struct Tile {
         for (int c = 0; c < padded; c += LANES) {
             V bias = {};
             for (int p = 0; p < points; p += 2) {
-                V made[3][2];
+                V made[3][2], feature[SIDES][3][2];
 #pragma GCC unroll 2
                 for (int i = 0; i < 2; ++i) {
                     const Number* at = z + group.z + (long)(p + i) * padded + c;
@@ -135,23 +131,28 @@ struct Tile {
 #pragma GCC unroll 2
                     for (int side = 0; side < SIDES; ++side, grad += group.before) {
                         const float sign = side ? -1 : 1;
-                        V d = scale * load(grad), d1 = scale * load(grad + into_down);
-                        V d2 = scale * load(grad + 2 * into_down);
+                        V d = load(grad), d1 = load(grad + into_down), d2 = load(grad + 2 * into_down);
                         Swish<V> swish(sign * x, phi);
-                        V bend = swish.bend * (x1 * d1 + x2 * d2), slope = sign * swish.slope;
+                        V bend = scale * swish.bend * (x1 * d1 + x2 * d2), slope = sign * scale * swish.slope;
                         V value = slope * d + phi.beta * bend;
                         made[0][i] = side ? made[0][i] + value : value;
                         made[1][i] = side ? made[1][i] + slope * d1 : slope * d1;
                         made[2][i] = side ? made[2][i] + slope * d2 : slope * d2;
-                        into_beta += x * (d * x * swish.hill + bend);
+                        into_beta += x * (scale * d * x * swish.hill + bend);
+                        feature[side][0][i] = scale * swish.value;
+                        feature[side][1][i] = slope * x1, feature[side][2][i] = slope * x2;
                     }
                 }
                 bias += made[0][0] + made[0][1];
-                long row = (long)p * stride;
 #pragma GCC unroll 3
-                for (int j = 0; j < 3; ++j, row += below) {
+                for (int j = 0; j < 3; ++j) {
+                    // The columns behind belong to the next group, which has been here before.
+                    Number* to = features + (p + (long)j * points) * g.stride + (group.offset + c) * T::PER_WORD;
+                    for (int side = 0; side < SIDES; ++side, to += group.before * T::PER_WORD)
+                        T::put_pair(to, g.stride, feature[side][j][0], feature[side][j][1], group.before - c);
+                    const long row = (long)p * stride + j * below;
                     V one = made[j][0] * number, two = made[j][1] * number;
-                    T::put_pair(paired + row + (layer.t + c) * T::PER_WORD, stride, one, two);
+                    T::put_pair(paired + row + (layer.t + c) * T::PER_WORD, stride, one, two, LANES);
                     if (T::PER_WORD == 1) continue;
                     T::put(t + row + layer.t + c, one);
                     T::put(t + row + stride + layer.t + c, two);
@@ -171,21 +172,21 @@ struct Tile {
         Number* t = T::PER_WORD == 1 ? paired : (Number*)space;
         float* into_betas = sums + g.sums - up(last + 1, LANES);
         enter(features, true);
-        for (int i = 1; i <= last; ++i) activate<true>(g.groups[i], features);
         leave(t, paired, into_gx, into_logdet, jacobian, sums + g.layers[last].db);
-        for (int i = last; i >= 0; --i) {
-            const Layer& layer = g.layers[i];
-            int inputs = up(layer.inputs, LANES);
-            product<T>({(float*)paired + layer.t, 4, 4 * g.t_stride}, (float*)features + layer.start, g.stride,
-                       rows / T::PER_WORD, layer.outputs, inputs, sums + layer.dw, inputs, true);
-            if (i == 0) break;
+        for (int i = last; i > 0; --i) {
             const Group& group = g.groups[i];
             int width = up(group.width, LANES), sum = up(group.after_t - group.first_t, T::PER_WORD) / T::PER_WORD;
+            fetch<0>(group);
             product<T>({t + group.first_t, g.t_stride * BYTES, 4}, words[i].data(), row_length(width), sum, rows, width, into,
                        width, false);
             const Layer& before = g.layers[i - 1];
             auto through = group.phi.kind == CLIPSWISH ? &Tile::back<2> : &Tile::back<1>;
-            into_betas[i] += (this->*through)(group, before, into, width, t, paired, sums + before.db);
+            into_betas[i] += (this->*through)(group, before, into, width, features, t, paired, sums + before.db);
+        }
+        for (const Layer& layer : g.layers) {
+            int inputs = up(layer.inputs, LANES);
+            product<T>({(float*)paired + layer.t, 4, 4 * g.t_stride}, (float*)features + layer.start, g.stride,
+                       rows / T::PER_WORD, layer.outputs, inputs, sums + layer.dw, inputs, true);
         }
         const Group& group = g.groups[0];
         for (int c = 0; c < group.width; c += 2)
