@@ -10,6 +10,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from functools import cache
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -29,8 +30,8 @@ if TYPE_CHECKING:
 FEW = 8
 """Channels that come in are few where so many times as many come out: then the product is quickly made again."""
 
-ROOM = 384
-"""Bytes that recomputing may keep for a pixel: 128 channels of three images of four in fp32, of all in bf16."""
+ROOM = {torch.float32: 384, torch.bfloat16: 512}
+"""Bytes that recomputing may keep for a pixel: 128 channels of three images of four in fp32, 256 of all in bf16."""
 
 
 def image_run(net: "DenseNet", rows: Tensor, n: int) -> Run | None:
@@ -99,15 +100,11 @@ class _Images:
 
     def run(self) -> Run:
         """What products made is kept for the gradients, as far as it is not quickly made again. Of points alone, whose
-        gradients come later if at all, it is that of the last layer, of as many images as there is room for."""
+        gradients come later if at all, it is that of the last layers, of as many images as there is room for."""
         rows, n, layers = self.rows, self.n, self.layers
         points_alone = len(rows) == n
-        if points_alone:
-            last = layers[-1].padded
-            images = min(n, ROOM * n // (last * rows.element_size()))
-            kept = [*[[]] * (len(layers) - 1), self._images_of(last, images)]
-        else:
-            kept = [[] if layer.quick else self._images_of(layer.padded, len(rows)) for layer in layers]
+        counts = self._counts() if points_alone else [0 if layer.quick else len(rows) for layer in layers]
+        kept = [self._images_of(layer.padded, count) for layer, count in zip(layers, counts, strict=True)]
         slopes = [empty_rows(n, layer.padded * (1 + self.mirrored), rows) for layer in layers]
         out = torch.empty_like(rows, dtype=torch.float32)
         self.kernel.dense_forward(self._ready(), rows.data_ptr(), self._places(kept), addresses(slopes), out.data_ptr())
@@ -118,10 +115,21 @@ class _Images:
             self.kernel.dense_pull(self._ready(), len(u), u.data_ptr(), addresses(slopes), into.data_ptr())
             return into
 
-        return Run(out, pull, lambda grad: self._back(grad, kept), tuple(kept[-1]) if points_alone else ())
+        return Run(out, pull, lambda grad: self._back(grad, kept), tuple(chain(*kept)) if points_alone else ())
 
     def again(self, kept: tuple[Tensor, ...]) -> Back:
-        return lambda grad: self._back(grad, [*[()] * (len(self.layers) - 1), kept])
+        images = iter(kept)
+        of_layers = [list(islice(images, count)) for count in self._counts()]
+        return lambda grad: self._back(grad, of_layers)
+
+    def _counts(self) -> list[int]:
+        """Of each layer, the images of which recomputing keeps what the product made: the last ones take most of it."""
+        counts, room = [], ROOM[self.rows.dtype] * self.n
+        for layer in reversed(self.layers):
+            bytes_each = layer.padded * self.rows.element_size()
+            counts.append(0 if layer.quick else min(self.n, room // bytes_each))
+            room -= counts[-1] * bytes_each
+        return counts[::-1]
 
     def _images_of(self, channels: int, count: int) -> list[Tensor]:
         """Room for that many channels of so many images. Apart, they fit where gradients have been."""
