@@ -245,9 +245,10 @@ def _left_by_kernels(layers: Sequence[SpectralLayer], iterations: int) -> list[S
 
 def _small_matrix(layer: SpectralLayer) -> SmallMatrix:
     """From torch's dictionaries: there are many, and as attributes tensors take ten times as long."""
-    kept = layer._buffers
-    tensors = layer._parameters["weight"], kept["u"], kept["v"], kept["sigma"], kept["slack"], kept["shrink"]
-    return SmallMatrix(*tensors, layer.coeff, layer.precision)
+    own: dict[str, Any] = layer._buffers
+    weight: Any = layer._parameters["weight"]
+    vectors, numbers = (own["u"], own["v"]), (own["sigma"], own["slack"], own["shrink"])
+    return SmallMatrix(weight, *vectors, *numbers, layer.coeff, layer.precision)
 
 
 class _Together:
