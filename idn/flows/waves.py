@@ -29,7 +29,7 @@ GRID = 8
 """Frequencies per axis of the grid for a 3x3 kernel; in proportion for larger ones, whose K(f) varies faster."""
 STEPS = 8
 """Most Lanczos steps at every frequency of the grid."""
-BEST = 6
+BEST = 8
 """So many frequencies are then moved to their best places off the grid, and get another step."""
 CLIMBS = 2
 """So often they are then moved uphill. Between places, 0.8 % of the gain has been lost, and with it the bound."""
