@@ -133,7 +133,8 @@ def batch_of(flow: Flow, n: int, seed: int) -> torch.Tensor:
 
 def flops(job: Job, flow: Flow) -> float:
     """Arithmetic of one repetition, in expectation."""
-    cost = flow_cost(flow)
+    number = PRECISIONS[job.precision] or torch.float32
+    cost = flow_cost(flow, number.itemsize if job.ours else 0)
     if job.work == "train":
         return job.batch * cost.training_flops(job.recompute)
     return job.batch * (cost.evaluation_flops() if job.work == "evaluate" else 2 * cost.forward_flops)

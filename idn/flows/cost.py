@@ -8,16 +8,19 @@ the series takes, per block:
     gradients of inputs          2 F      of points and of tangents
     gradients of weights         2 F
 
-Recomputation adds 2 F: the tangents come only in the backward pass, where the points are made again as well, unless
-part of what their products made was kept (`dense_images.py`).
+Recomputation adds 2 F: the tangents come only in the backward pass, where the points are made again as well. Torch
+keeps nothing for it, on whatever device. The kernel for dense branches of images (`dense_images.py`, on CPUs) keeps
+what entered the last activation, two thirds of F, for the points that it has room for, and adds 1.3 F to 1.5 F.
 An exact log-det has d tangents instead, and no series.
 """
 
 import math
 from dataclasses import dataclass
 
+from idn.flows.activations import LipSwishActivation
 from idn.flows.block import Block
 from idn.flows.branches import Branch
+from idn.flows.dense_images import ROOM
 from idn.flows.elementary import FactorOut, Flatten, Squeeze
 from idn.flows.flow import Flow
 from idn.flows.logdet import LogdetRule
@@ -37,15 +40,15 @@ def expected_terms(rule: LogdetRule) -> float:
     return rule.exact_terms + sum(tail)
 
 
-def products(rule: LogdetRule, dims: int, training: bool, recompute: bool = False) -> float:
-    """How many times F one block takes per sample."""
+def products(rule: LogdetRule, dims: int, training: bool, recompute: bool = False, spared: float = 0.0) -> float:
+    """How many times F one block takes per sample; of the points, recomputing is spared some of it."""
     if rule.rule in ("exact", "trace"):
         return (1 + dims) * (3 if training else 1)
     terms = expected_terms(rule)
     if not training:
         return 1 + rule.probes * terms
     passes = 3 * (1 + rule.probes) + rule.probes * (terms - 1)
-    return passes + (1 + rule.probes if recompute else 0)
+    return passes + (1 + rule.probes - spared if recompute else 0)
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,16 @@ class BlockCost:
     """Numbers in the block's input, per sample."""
     kept: int
     """Numbers per point or tangent that the backward pass needs: what enters layers and activations."""
+    entering_last: int
+    """Numbers per point that enter the last activation."""
+    last_flops: float
+    """What it takes to make them, of `forward_flops`."""
+    room: int
+    """Bytes per point that recomputing may keep of them: none, unless the kernel for images knows the branch."""
+
+    def remembered(self, kernel_bytes: int) -> float:
+        """Share of the points for which that kernel keeps what entered the last activation."""
+        return min(1.0, self.room / (kernel_bytes * self.entering_last)) if kernel_bytes else 0.0
 
 
 @dataclass(frozen=True)
@@ -87,6 +100,8 @@ class Cost:
     """Trainable parameters of the whole flow."""
     train_logdet: LogdetRule
     eval_logdet: LogdetRule
+    kernel_bytes: int = 0
+    """Bytes of a number in the kernel for dense branches of images; 0 where it does not run."""
 
     @property
     def forward_flops(self) -> float:
@@ -102,7 +117,11 @@ class Cost:
         return self._total(self.eval_logdet, False, False)
 
     def _total(self, rule: LogdetRule, training: bool, recompute: bool) -> float:
-        return sum(block.forward_flops * products(rule, block.dims, training, recompute) for block in self.blocks)
+        found = 0.0
+        for block in self.blocks:
+            spared = block.remembered(self.kernel_bytes) * block.last_flops / block.forward_flops
+            found += block.forward_flops * products(rule, block.dims, training, recompute, spared)
+        return found
 
     def training_memory(self, batch: int, recompute: bool = False) -> Memory:
         """An estimate for a batch of `batch` samples on one device, without the libraries' own needs."""
@@ -110,17 +129,20 @@ class Cost:
         tangents = self.blocks[0].dims if rule.rule in ("exact", "trace") and self.blocks else rule.probes
         rows = batch * (1 + tangents)
         whole = [rows * block.kept * BYTES for block in self.blocks]
-        # When recomputing, a block keeps x, the probes and the series' w.
+        # When recomputing, a block keeps x, the probes and the series' w, and what the kernel remembers.
         inputs = [batch * (1 + 2 * tangents) * block.dims * BYTES for block in self.blocks]
+        remembered = [batch * min(block.room, self.kernel_bytes * block.entering_last) for block in self.blocks]
         return Memory(
             parameters=self.parameters * BYTES * COPIES,
-            kept=sum(inputs if recompute else whole),
+            kept=sum(inputs + remembered if recompute else whole),
             working=2 * max(whole, default=0),
         )
 
 
-def flow_cost(flow: Flow) -> Cost:
+def flow_cost(flow: Flow, kernel_bytes: int = 0) -> Cost:
     """Counts a flow's layers, with the image sizes they really work on.
+
+    `kernel_bytes`: of a number in the kernel for dense branches of images, 0 where it does not run.
 
     >>> from idn.flows.config import FlowConfig
     >>> flow = Flow(FlowConfig(shape=(1, 4, 4), blocks=(1,), depth=1, growth=2, fc_blocks=0), converge=False)
@@ -138,18 +160,24 @@ def flow_cost(flow: Flow) -> Cost:
             shape = (shape[0] // 2, *shape[1:])
         elif isinstance(layer, Flatten):
             shape = (math.prod(shape),)
-    return Cost(tuple(blocks), flow.parameter_count(), flow.config.train_logdet, flow.config.eval_logdet)
+    return Cost(tuple(blocks), flow.parameter_count(), flow.config.train_logdet, flow.config.eval_logdet, kernel_bytes)
 
 
 def _block_cost(block: Block, shape: tuple[int, ...]) -> BlockCost:
     pixels = math.prod(shape[1:])
     weights = [layer.weight for layer in block.branch.spectral_layers()]
+    dense = list(block.branch.dense_layers())
+    known = len(shape) == 3 and bool(dense) and isinstance(dense[-1].activation, LipSwishActivation)
+    before_last = weights[-2:][0]
     return BlockCost(
         name=block.name,
         forward_flops=2.0 * pixels * sum(weight.numel() for weight in weights),
         parameters=sum(p.numel() for p in block.branch.parameters() if p.requires_grad),
         dims=math.prod(shape),
         kept=pixels * _kept_channels(block.branch),
+        entering_last=pixels * len(before_last),
+        last_flops=2.0 * pixels * before_last.numel(),
+        room=ROOM * pixels if known else 0,
     )
 
 

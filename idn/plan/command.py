@@ -16,6 +16,7 @@ from idn.plan.model import communicated, largest_batch, memory, step_time
 from idn.plan.stragglers import Slowdown, slowdowns
 from idn.train.config import Precision, TrainConfig, check_batch
 from idn.train.dryrun import epoch_steps
+from idn.train.estimate import kernel_bytes
 from idn.train.feed import is_toy
 from idn.train.presets import preset
 from idn.train.session import total_steps
@@ -73,7 +74,7 @@ def plan(
     machine = find(hardware, config, workers)
     if price is not None:
         machine = dataclasses.replace(machine, dollars=price)
-    cost = flow_cost(Flow(config.flow, converge=False))
+    cost = flow_cost(Flow(config.flow, converge=False), kernel_bytes(config.engine, machine.device))
     steps = total_steps(config, None if is_toy(config) else epoch_steps(config))
     rows = [make_row(config, cost, machine, workers, zero, steps) for zero in STAGES]
     waits = slowdowns(cost)

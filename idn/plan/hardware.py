@@ -42,6 +42,8 @@ class Hardware:
     """Seconds per sample where they were measured: used instead of arithmetic and traffic."""
     contention: float = 1.0
     """How many times as long a worker's step takes beside others of its node."""
+    device: str = "cuda"
+    """As torch calls it."""
 
 
 A100 = Hardware(
@@ -100,6 +102,7 @@ def calibrate(
         start=alone.start,
         per_sample=alone.per_sample,
         contention=max(1.0, statistics.mean(seconds[1:]) / seconds[0]),
+        device="cpu",
     )
 
 

@@ -5,12 +5,14 @@ import json
 import math
 from typing import Any
 
+import torch
+
 from idn.errors import UserError
 from idn.flows.cost import flow_cost
 from idn.flows.flow import Flow
 from idn.train.config import TrainConfig, check_batch
 from idn.train.engine import deepspeed_config
-from idn.train.estimate import worker_memory
+from idn.train.estimate import kernel_bytes, worker_memory
 from idn.train.feed import is_toy, open_images
 from idn.train.session import total_steps
 
@@ -24,7 +26,8 @@ def describe(config: TrainConfig) -> str:
     check_batch(config, workers)
     steps_per_epoch = None if is_toy(config) else epoch_steps(config)
     steps = total_steps(config, steps_per_epoch)
-    cost = flow_cost(Flow(config.flow, converge=False))
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    cost = flow_cost(Flow(config.flow, converge=False), kernel_bytes(config.engine, device))
     flops = cost.training_flops(config.engine.recompute)
     memory = worker_memory(config, workers, cost)
     samples = config.data.batch // workers

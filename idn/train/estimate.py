@@ -7,9 +7,15 @@ from dataclasses import dataclass
 import torch
 
 from idn.flows.cost import BYTES, Cost
-from idn.train.config import TrainConfig
+from idn.train.config import Engine, TrainConfig
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def kernel_bytes(engine: Engine, device: str) -> int:
+    """What `flow_cost` asks for: the kernel for dense branches of images knows fp32 and bf16, on CPUs."""
+    known = engine.compile and device == "cpu" and engine.precision != "fp16"
+    return DTYPES[engine.precision].itemsize if known else 0
 
 
 @dataclass(frozen=True)

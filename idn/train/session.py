@@ -17,6 +17,7 @@ from idn.train.checkpoint import Progress, Restored, Snapshotter
 from idn.train.config import TrainConfig
 from idn.train.ema import AveragedWeights
 from idn.train.engine import Engine
+from idn.train.estimate import kernel_bytes
 from idn.train.feed import Feed
 from idn.train.group import Group
 from idn.train.ledger import Ledger
@@ -59,7 +60,7 @@ def open_session(config: TrainConfig, group: Group, filesystem: pyarrow.fs.FileS
         raise UserError(f"checkpoint {path} is of another flow; choose another --name or the options it was made with")
     feed = Feed(config, group.rank, group.workers)
     flow = prepare_flow(config, group, restored)
-    cost = flow_cost(flow)
+    cost = flow_cost(flow, kernel_bytes(config.engine, group.device.type))
     ema = AveragedWeights(flow, config.optimiser.ema)
     snapshots = Snapshotter(flow, config.to_dict(), group.rank, group.workers)
     engine = Engine(flow, config, group.workers)

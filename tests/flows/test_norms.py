@@ -207,7 +207,7 @@ def test_bound_holds_through_real_training_steps(precision):
 @pytest.mark.parametrize("kernels", [False, True])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_bound_holds_at_the_paper_s_width_from_the_first_step_on(precision, kernels):
-    """At the full learning rate, without warm-up, where 1.0012 of the bound has been seen: twice what small layers get.
+    """At the full learning rate, without warm-up.
 
     SVDs would be too large: a long power iteration stands for the truth.
     """
@@ -227,7 +227,7 @@ def test_bound_holds_at_the_paper_s_width_from_the_first_step_on(precision, kern
             adam.step()
             adam.zero_grad()
             flow.update_norms()
-            assert max(long_excess(layer, step) for _, layer in flow.spectral_layers()) <= ALLOWED + 1e-3
+            assert max(long_excess(layer, step) for _, layer in flow.spectral_layers()) <= ALLOWED
     finally:
         fuse(False)
 

@@ -77,6 +77,20 @@ def test_gain_is_the_largest_norm_of_the_symbol(shape):
         torch.testing.assert_close(wave.responses[0], responses, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_gain_is_found_between_the_places_of_the_grid(seed):
+    """Kernels that are made of a wave have the sharpest peaks."""
+    generator = stream(seed, "peak")
+    peak = math.pi * torch.rand(2, generator=generator)
+    angles = peak[0] * torch.tensor([[-1.0], [0.0], [1.0]]) + peak[1] * torch.tensor([-1.0, 0.0, 1.0])
+    channels = torch.randn(2, 20, 30, generator=generator)
+    weight = torch.einsum("xoi,xhw->oihw", channels, torch.stack([angles.cos(), angles.sin()]))
+    weight += 0.5 * torch.randn(weight.shape, generator=generator)
+    near = [(peak[axis] + 0.05 * torch.arange(-6, 7)).tolist() for axis in range(2)]
+    largest = max(torch.linalg.matrix_norm(symbol(weight, (y, x)), 2).item() for y in near[0] for x in near[1])
+    assert wave_of(weight, (8, 8)).gain.item() >= largest * (1 - 5e-4)
+
+
 def test_kept_channels_follow_weights_that_move():
     """Two steps at every frequency suffice, also while a direction that was not there outgrows all others."""
     weight = torch.randn(24, 40, 3, 3, generator=stream(0, "weight"))

@@ -8,7 +8,9 @@
 namespace {
 
 constexpr float TINY = 1.17549435e-38f;
-constexpr int SQUARINGS = 7;  // a power of 2^7 leaves little but the largest eigenvalue
+// As in waves.py.
+constexpr int SQUARINGS = 7, CLIMBS = 2, CLIMB_STEPS = 3;
+constexpr float NEAR = 0.2f, FURTHER = 1.5f;
 
 // Largest eigenvalue of a symmetric matrix without negative ones, and its vector, by squaring.
 double largest(const std::vector<double>& matrix, int size, std::vector<double>& vector) {
@@ -90,31 +92,57 @@ void climb(Symbol* symbols, const float* frequencies, int count, int steps, floa
     some(std::integral_constant<int, 1>());
 }
 
-// |K(f)* c|^2 at the places around a frequency: the largest, and where it is. With P_t = K_t^T c, `pulled`, it is a sum
-// over pairs of taps, which depends on the place only by the taps' distance: `distances` has cos and sin for each.
-void best_place(const Taps& k, const float* pulled, const float* distances, int places, float& best, int& place) {
-    const int width = 2 * k.kernel - 1;
-    const float *real = pulled, *imaginary = real + k.taps * k.m_row;
-    std::vector<float> sums(2 * width * width);
-    for (int a = 0; a < k.taps; ++a)
-        for (int b = 0; b <= a; ++b) {
-            V alike[2] = {}, apart[2] = {};
-            for (int i = 0; i < up(k.m, LANES); i += LANES) {
-                V x = load(real + a * k.m_row + i), y = load(imaginary + a * k.m_row + i);
-                V z = load(real + b * k.m_row + i), w = load(imaginary + b * k.m_row + i);
-                alike[0] += x * z, alike[1] += y * w, apart[0] += y * z, apart[1] -= x * w;
+// |K(f)* c|^2 as a sum over distances d between taps of cos(f.d) and sin(f.d), of which these are the factors, d row by
+// row: with P_t = K_t^T c, `pulled`, it is a sum over pairs of taps, which depends on f only by their distance.
+struct Hill {
+    const int width;
+    std::vector<float> sums;
+
+    Hill(const Taps& k, const float* pulled) : width(2 * k.kernel - 1), sums(2 * width * width) {
+        const float *real = pulled, *imaginary = real + k.taps * k.m_row;
+        for (int a = 0; a < k.taps; ++a)
+            for (int b = 0; b <= a; ++b) {
+                V alike[2] = {}, apart[2] = {};
+                for (int i = 0; i < up(k.m, LANES); i += LANES) {
+                    V x = load(real + a * k.m_row + i), y = load(imaginary + a * k.m_row + i);
+                    V z = load(real + b * k.m_row + i), w = load(imaginary + b * k.m_row + i);
+                    alike[0] += x * z, alike[1] += y * w, apart[0] += y * z, apart[1] -= x * w;
+                }
+                int down = a / k.kernel - b / k.kernel, right = a % k.kernel - b % k.kernel;
+                int at = 2 * ((down + k.kernel - 1) * width + right + k.kernel - 1), times = a == b ? 1 : 2;
+                sums[at] += times * total(alike[0] + alike[1]);
+                sums[at + 1] += times * total(apart[0] + apart[1]);
             }
-            int down = a / k.kernel - b / k.kernel, right = a % k.kernel - b % k.kernel;
-            int at = 2 * ((down + k.kernel - 1) * width + right + k.kernel - 1), times = a == b ? 1 : 2;
-            sums[at] += times * total(alike[0] + alike[1]);
-            sums[at + 1] += times * total(apart[0] + apart[1]);
-        }
-    best = -1;
-    for (int p = 0; p < places; ++p, distances += sums.size()) {
-        float gain = dot(distances, sums.data(), sums.size());
-        if (gain > best) best = gain, place = p;
     }
-}
+
+    // The largest at the places around a frequency, and where it is: `distances` has cos and sin for each.
+    void best_place(const float* distances, int places, float& best, int& place) const {
+        best = -1;
+        for (int p = 0; p < places; ++p, distances += sums.size()) {
+            float gain = dot(distances, sums.data(), sums.size());
+            if (gain > best) best = gain, place = p;
+        }
+    }
+
+    // A step of Newton's towards the largest near by, and somewhat further: `uphill` in waves.py.
+    void uphill(float* frequency) const {
+        double slope[2] = {}, a = 0, b = 0, c = 0;
+        for (int i = 0; i < width * width; ++i) {
+            const int down = i / width - width / 2, right = i % width - width / 2;
+            const double angle = (double)frequency[0] * down + (double)frequency[1] * right;
+            const double cos = std::cos(angle), sin = std::sin(angle);
+            const double rises = cos * sums[2 * i + 1] - sin * sums[2 * i];
+            const double bends = cos * sums[2 * i] + sin * sums[2 * i + 1];
+            slope[0] += rises * down, slope[1] += rises * right;
+            a += bends * down * down, b += bends * down * right, c += bends * right * right;
+        }
+        if (!(a > 0 && a * c > b * b)) a = c = std::sqrt(a * a + 2 * b * b + c * c), b = 0;
+        const double scale = FURTHER / std::max<double>(a * c - b * b, TINY);
+        const double move[2] = {scale * (c * slope[0] - b * slope[1]), scale * (a * slope[1] - b * slope[0])};
+        const double most = NEAR / std::max<double>(std::hypot(move[0], move[1]), NEAR);
+        for (int axis = 0; axis < 2; ++axis) frequency[axis] += most * move[axis];
+    }
+};
 
 // The slots share the rows evenly.
 template <class F>
@@ -146,7 +174,7 @@ void search(const Taps& k, int h, int w, int grid, int places, int best, int ste
         k.pull_each(2 * count, own, pulled);
         for (int f = 0; f < count; ++f) {
             const float* near = distances + (size_t)(from + f) * places * table;
-            best_place(k, &pulled[f * size], near, places, gains[from + f], place[from + f]);
+            Hill(k, &pulled[f * size]).best_place(near, places, gains[from + f], place[from + f]);
         }
     });
     for (int i = 0; i < 2 * grid; ++i) std::copy_n(&channels[(size_t)i * k.n_row], k.n, kept + i * k.n);
@@ -162,7 +190,16 @@ void search(const Taps& k, int h, int w, int grid, int places, int best, int ste
     }
     share(best, threads, [&](int slot, int from, int count) {
         float* own = &chosen[(size_t)from * row];
-        climb(&symbols[TOGETHER * slot], &moved[2 * from], count, std::min(steps + 1, k.n), own, &squares[from]);
+        float* pulled = &all_pulled[from * size];
+        auto climbed = [&](int most) {
+            climb(&symbols[TOGETHER * slot], &moved[2 * from], count, std::min(most, k.n), own, &squares[from]);
+        };
+        climbed(steps + 1);
+        for (int time = 0; time < CLIMBS; ++time) {
+            k.pull_each(2 * count, own, pulled);
+            for (int f = 0; f < count; ++f) Hill(k, &pulled[f * size]).uphill(&moved[2 * (from + f)]);
+            climbed(CLIMB_STEPS);
+        }
     });
     int first = std::max_element(squares.begin(), squares.begin() + best) - squares.begin();
     *gain = std::sqrt(std::max(squares[first], 0.0f));
