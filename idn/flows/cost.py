@@ -10,7 +10,7 @@ the series takes, per block:
 
 Recomputation adds 2 F: the tangents come only in the backward pass, where the points are made again as well. Torch
 keeps nothing for it, on whatever device. The kernel for dense branches of images (`dense_images.py`, on CPUs) keeps
-what entered the last activation, two thirds of F, for the points that it has room for, and adds 1.3 F to 1.5 F.
+what entered the last activations, for the points that it has room for, and adds 1.1 F to 1.5 F.
 An exact log-det has d tangents instead, and no series.
 """
 
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from idn.flows.activations import LipSwishActivation
 from idn.flows.block import Block
 from idn.flows.branches import Branch
-from idn.flows.dense_images import ROOM
+from idn.flows.dense_images import FEW, ROOM
 from idn.flows.elementary import FactorOut, Flatten, Squeeze
 from idn.flows.flow import Flow
 from idn.flows.logdet import LogdetRule
@@ -63,16 +63,19 @@ class BlockCost:
     """Numbers in the block's input, per sample."""
     kept: int
     """Numbers per point or tangent that the backward pass needs: what enters layers and activations."""
-    entering_last: int
-    """Numbers per point that enter the last activation."""
-    last_flops: float
-    """What it takes to make them, of `forward_flops`."""
+    entering: tuple[tuple[int, float], ...]
+    """What enters activations, the last one first: numbers per point, and the arithmetic that makes them."""
     room: int
     """Bytes per point that recomputing may keep of them: none, unless the kernel for images knows the branch."""
 
-    def remembered(self, kernel_bytes: int) -> float:
-        """Share of the points for which that kernel keeps what entered the last activation."""
-        return min(1.0, self.room / (kernel_bytes * self.entering_last)) if kernel_bytes else 0.0
+    def remembered(self, kernel_bytes: int) -> tuple[float, float]:
+        """Bytes per point that this kernel keeps, and the arithmetic that it is spared."""
+        left, spared = float(self.room if kernel_bytes else 0), 0.0
+        for numbers, flops in self.entering:
+            kept = min(left, kernel_bytes * numbers)
+            left -= kept
+            spared += flops * kept / max(1, kernel_bytes * numbers)
+        return (self.room if kernel_bytes else 0) - left, spared
 
 
 @dataclass(frozen=True)
@@ -119,7 +122,7 @@ class Cost:
     def _total(self, rule: LogdetRule, training: bool, recompute: bool) -> float:
         found = 0.0
         for block in self.blocks:
-            spared = block.remembered(self.kernel_bytes) * block.last_flops / block.forward_flops
+            spared = block.remembered(self.kernel_bytes)[1] / block.forward_flops
             found += block.forward_flops * products(rule, block.dims, training, recompute, spared)
         return found
 
@@ -131,7 +134,7 @@ class Cost:
         whole = [rows * block.kept * BYTES for block in self.blocks]
         # When recomputing, a block keeps x, the probes and the series' w, and what the kernel remembers.
         inputs = [batch * (1 + 2 * tangents) * block.dims * BYTES for block in self.blocks]
-        remembered = [batch * min(block.room, self.kernel_bytes * block.entering_last) for block in self.blocks]
+        remembered = [batch * int(block.remembered(self.kernel_bytes)[0]) for block in self.blocks]
         return Memory(
             parameters=self.parameters * BYTES * COPIES,
             kept=sum(inputs + remembered if recompute else whole),
@@ -168,15 +171,15 @@ def _block_cost(block: Block, shape: tuple[int, ...]) -> BlockCost:
     weights = [layer.weight for layer in block.branch.spectral_layers()]
     dense = list(block.branch.dense_layers())
     known = len(shape) == 3 and bool(dense) and isinstance(dense[-1].activation, LipSwishActivation)
-    before_last = weights[-2:][0]
+    # What few channels make is quickly made again.
+    slow = [weight for weight in weights[-2::-1] if len(weight) < FEW * weight.shape[1]]
     return BlockCost(
         name=block.name,
         forward_flops=2.0 * pixels * sum(weight.numel() for weight in weights),
         parameters=sum(p.numel() for p in block.branch.parameters() if p.requires_grad),
         dims=math.prod(shape),
         kept=pixels * _kept_channels(block.branch),
-        entering_last=pixels * len(before_last),
-        last_flops=2.0 * pixels * before_last.numel(),
+        entering=tuple((pixels * len(weight), 2.0 * pixels * weight.numel()) for weight in slow),
         room=ROOM * pixels if known else 0,
     )
 
