@@ -28,6 +28,10 @@ KINDS: dict[type[nn.Module], tuple[int, float]] = {
 }
 
 
+FIXED = (1, 2, 4, 5)
+"""Of a layer's tensors u, v, slack and shrink get no gradient."""
+
+
 class Step(NamedTuple):
     """A layer with the activation and the concatenation that follow it."""
 
@@ -48,6 +52,8 @@ class Recipe:
             ints += [layer.weight.shape[1], layer.weight.shape[0], kind]
             floats += [layer.coeff, 1.0 if concatenation is None else concatenation.coeff, divisor]
         self.ints, self.floats = (ctypes.c_int * len(ints))(*ints), (ctypes.c_float * len(floats))(*floats)
+        # Of the first activation, then of every layer.
+        self.trained = [0, *(1 + 8 * layer + i for layer in range(len(steps)) for i in range(8) if i not in FIXED)]
 
     def tensors(self) -> list[Tensor | None]:
         """In the kernel's order, from torch's dictionaries: as attributes they take ten times as long."""
@@ -57,10 +63,6 @@ class Recipe:
             found += [own["weight"], kept["u"], kept["v"], own["bias"], kept["slack"], kept["shrink"]]
             found += [_raw_beta(activation), None if concatenation is None else concatenation.raw]
         return found
-
-
-FIXED = (1, 2, 4, 5)
-"""Of a layer's tensors u, v, slack and shrink get no gradient."""
 
 
 class _Plane(torch.autograd.Function):
@@ -85,14 +87,12 @@ class _Plane(torch.autograd.Function):
         x, *tensors = ctx.saved_tensors
         into_gx, into_logdet = grads[0].contiguous(), grads[1].contiguous()
         into_x = torch.empty_like(x)
-        # Of the first activation, then of every layer.
-        found: list[Tensor | None] = [
-            torch.empty_like(t) if t is not None and needed and not (i and (i - 1) % 8 in FIXED) else None
-            for i, (t, needed) in enumerate(zip(tensors, ctx.needs_input_grad[3:], strict=True))
-        ]
-        wanted = [g for i, g in enumerate(found) if not (i and (i - 1) % 8 in FIXED)]
+        found: list[Tensor | None] = [None] * len(tensors)
+        for i in ctx.recipe.trained:
+            found[i] = torch.empty_like(tensors[i]) if ctx.needs_input_grad[3 + i] else None
+        wanted = addresses([found[i] for i in ctx.recipe.trained])
         given = map(_address, (x, into_gx, into_logdet, ctx.kept, into_x))
-        kernel.plane_backward(*ctx.call, torch.get_num_threads(), *given, addresses(wanted))
+        kernel.plane_backward(*ctx.call, torch.get_num_threads(), *given, wanted)
         return None, None, into_x, *found
 
 
