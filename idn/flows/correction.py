@@ -22,6 +22,7 @@ from idn.flows.images import native_start
 from idn.flows.inverse import ROUGH, NotInvertedError, fixed_point, residual_goals
 from idn.flows.maps import Affine, Map
 from idn.flows.rows import channels_last
+from idn.flows.values import tiled_value
 from idn.streams import stream
 
 KERNEL = 3
@@ -79,12 +80,13 @@ class Inverter:
         low = torch.bfloat16 if y.dtype == torch.float32 and quick_in_bf16(y.device.type) else None
         weight = channels_last(self.fitted.weight.to(low or y.dtype))
         start = native_start(g, y, residual_goals(y, tolerance), self.fitted.weight, GATE)
+        tiled = tiled_value(g, y) if start is None else None
         return fixed_point(
-            evaluator(g),
+            tiled or evaluator(g),
             y,
             tolerance,
             start=start,
-            rough=evaluator(g, low) if low and start is None else None,
+            rough=evaluator(g, low) if low and start is None and tiled is None else None,
             corrector=lambda x: lambda r: corrected(weight, x, r),
             rough_steps=1 if self.fitted.left < LITTLE else ROUGH,
         )

@@ -33,7 +33,7 @@ def native_start(g: Map, y: Tensor, goals: Tensor, weight: Tensor, gate: float) 
     """
     if y.device.type != "cpu" or y.dtype != torch.float32 or y.dim() != 4 or len(y) == 0:
         return None
-    known = _read(folded(g))
+    known = read(folded(g))
     if known is None or not _narrow(known.layers, y.shape[1]) or (kernel := library()) is None:
         return None
     last = Layer(Affine(weight, weight.new_zeros(len(weight)), padding=weight.shape[2] // 2), beside=False)
@@ -75,7 +75,7 @@ class Branch(NamedTuple):
     scale: Tensor | None
 
 
-def _read(steps: list[Step]) -> Branch | None:
+def read(steps: list[Step]) -> Branch | None:
     """The steps as the kernel knows them; None for anything else."""
     scale: Tensor | None = None
     match steps:
