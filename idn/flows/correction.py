@@ -18,8 +18,9 @@ from torch import Tensor
 
 from idn.flows.dense import DenseNet
 from idn.flows.evaluation import evaluator, flat
+from idn.flows.guess import Guess, fitted_guess
 from idn.flows.images import native_start
-from idn.flows.inverse import ROUGH, NotInvertedError, fixed_point, residual_goals
+from idn.flows.inverse import ROUGH, Correct, NotInvertedError, fixed_point, residual_goals
 from idn.flows.maps import Affine, Map
 from idn.flows.rows import channels_last
 from idn.flows.values import tiled_value
@@ -67,6 +68,7 @@ class Inverter:
 
     def __init__(self) -> None:
         self.fitted: Correction | None = None
+        self.guess: Guess | None = None
         self.known: object = None
 
     @torch.no_grad()
@@ -74,22 +76,30 @@ class Inverter:
         """The x with x + g(x) = y; `version` names the weights, and differs when they do."""
         known = (version, y.shape[1:], y.dtype, y.device)
         if self.known != known or self.fitted is None:
-            self.known, self.fitted = known, fitted_near(g, y)
+            self.known, self.fitted, self.guess = known, fitted_near(g, y), None
         if self.fitted is None:
             return fixed_point(evaluator(g), y, tolerance, start=narrow_start(g, y, tolerance))
         low = torch.bfloat16 if y.dtype == torch.float32 and quick_in_bf16(y.device.type) else None
         weight = channels_last(self.fitted.weight.to(low or y.dtype))
+
+        def corrector(x: Tensor) -> Correct:
+            return lambda r: corrected(weight, x, r)
+
         start = native_start(g, y, residual_goals(y, tolerance), self.fitted.weight, GATE)
-        tiled = tiled_value(g, y) if start is None else None
-        return fixed_point(
+        if start is not None:
+            return fixed_point(evaluator(g), y, tolerance, start=start, corrector=corrector)
+        tiled = tiled_value(g, y)
+        x = fixed_point(
             tiled or evaluator(g),
             y,
             tolerance,
-            start=start,
-            rough=evaluator(g, low) if low and start is None and tiled is None else None,
-            corrector=lambda x: lambda r: corrected(weight, x, r),
+            start=self.guess(y) if self.guess else None,
+            rough=evaluator(g, low) if low and not tiled else None,
+            corrector=corrector,
             rough_steps=1 if self.fitted.left < LITTLE else ROUGH,
         )
+        self.guess = self.guess or fitted_guess(y, x)
+        return x
 
 
 def corrected(weight: Tensor, x: Tensor, r: Tensor) -> Tensor:

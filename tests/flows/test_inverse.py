@@ -5,6 +5,7 @@ import torch
 
 from idn.flows.correction import Inverter, fitted, narrow_start
 from idn.flows.evaluation import evaluator
+from idn.flows.guess import fitted_guess
 from idn.flows.inverse import fixed_point
 from idn.streams import stream
 from tests.flows.helpers import small_image_flow, small_toy_flow
@@ -115,3 +116,31 @@ def test_a_narrow_branch_is_solved_in_few_dimensions():
     assert x is not None
     torch.testing.assert_close(x + g.value(x), y)
     torch.testing.assert_close(Inverter()(g, y, None, 0), x)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("channels", [1, 3, 20])
+def test_a_fitted_guess_is_nearer_than_y(channels):
+    """It is fitted to some images and tried on others, whose pixels see their neighbours and have their own bias."""
+    generator = stream(0, "guess")
+    mix = 0.2 * torch.randn(channels, channels, 3, 3, generator=generator, dtype=torch.float64) / channels
+
+    def inverse(y: torch.Tensor) -> torch.Tensor:
+        return y + torch.nn.functional.conv2d(y, mix, padding=1) + 0.3 + 0.05 * torch.sin(y)
+
+    y, new = (torch.randn(60, channels, 8, 8, generator=generator, dtype=torch.float64) for _ in range(2))
+    guess = fitted_guess(y, inverse(y))
+    assert (guess(new) - inverse(new)).norm() < 0.3 * (new - inverse(new)).norm()
+    assert fitted_guess(y[:1, :, :2, :2], y[:1, :, :2, :2]) is None
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("wrong", [1e3, float("nan")])
+def test_a_wrong_guess_is_survived(wrong, monkeypatch):
+    block = small_image_flow("idensenet-lc", dtype=torch.float64).blocks[0]
+    y = torch.randn(50, 2, 8, 8, generator=stream(0, "y"), dtype=torch.float64)
+    right = block.inverse(y)
+    assert block.inverter.guess is not None
+    torch.testing.assert_close(block.inverse(y), right)
+    monkeypatch.setattr(block.inverter, "guess", lambda y: y + wrong)
+    torch.testing.assert_close(block.inverse(y), right)
