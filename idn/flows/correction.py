@@ -19,14 +19,17 @@ from torch import Tensor
 from idn.flows.dense import DenseNet
 from idn.flows.evaluation import evaluator, flat
 from idn.flows.guess import Guess, fitted_guess
-from idn.flows.images import native_start
+from idn.flows.images import is_narrow, native_start
 from idn.flows.inverse import ROUGH, Correct, NotInvertedError, fixed_point, residual_goals
 from idn.flows.maps import Affine, Map
 from idn.flows.rows import channels_last
 from idn.flows.values import tiled_value
 from idn.streams import stream
 
-KERNEL = 3
+KERNELS = (5, 3)
+"""Of P: the first one with few unknowns; the second one for narrow branches, whose kernel knows no other."""
+FEW_UNKNOWNS = 160
+"""Per channel."""
 GATE = 2.0
 """The entry of x up to which the second part of P follows it."""
 ROUNDS = 2
@@ -80,7 +83,7 @@ class Inverter:
         if self.fitted is None:
             return fixed_point(evaluator(g), y, tolerance, start=narrow_start(g, y, tolerance))
         low = torch.bfloat16 if y.dtype == torch.float32 and quick_in_bf16(y.device.type) else None
-        weight = channels_last(self.fitted.weight.to(low or y.dtype))
+        weight = channels_last(self.fitted.weight)
 
         def corrector(x: Tensor) -> Correct:
             return lambda r: corrected(weight, x, r)
@@ -104,12 +107,12 @@ class Inverter:
 
 def corrected(weight: Tensor, x: Tensor, r: Tensor) -> Tensor:
     """P r at the points x."""
-    return F.conv2d(entering(weight, x, r.to(weight.dtype)), weight, padding=KERNEL // 2)
+    return F.conv2d(entering(weight, x, r), weight, padding=weight.shape[2] // 2)
 
 
 def entering(weight: Tensor, x: Tensor, r: Tensor) -> Tensor:
     """What P multiplies: r and, if there is a second part, x times r."""
-    return r if weight.shape[1] == r.shape[1] else torch.cat([r, x.to(r.dtype).clamp(-GATE, GATE).mul_(r)], 1)
+    return r if weight.shape[1] == r.shape[1] else torch.cat([r, x.clamp(-GATE, GATE).mul_(r)], 1)
 
 
 def fitted_near(g: Map, y: Tensor) -> Correction | None:
@@ -117,28 +120,31 @@ def fitted_near(g: Map, y: Tensor) -> Correction | None:
     if y.dim() != 4:
         return None
     channels, pixels = y.shape[1], y[0, 0].numel()
-    parts = 2 if 2 * channels * KERNEL**2 <= MOST_UNKNOWNS else 1
-    unknowns = parts * channels * KERNEL**2
+    large, kernel = KERNELS
+    parts = 2 if 2 * channels * kernel**2 <= MOST_UNKNOWNS else 1
+    if parts * channels * large**2 <= FEW_UNKNOWNS and not is_narrow(g):
+        kernel = large
+    unknowns = parts * channels * kernel**2
     some = y[: max(min(FEWEST, len(y) // 4), -(-ENOUGH * unknowns // pixels))]
     if unknowns > MOST_UNKNOWNS or len(some) * pixels < unknowns:
         return None
     first = -g.value(some)
-    weight = fitted(g, some + first, parts)
+    weight = fitted(g, some + first, parts, kernel)
     step = corrected(weight, some, first)
     left = -g.value(some + step) - step
     return Correction(weight, float(left.norm() / first.norm()))
 
 
-def fitted(g: Map, points: Tensor, parts: int = 1) -> Tensor:
+def fitted(g: Map, points: Tensor, parts: int = 1, kernel: int = KERNELS[-1]) -> Tensor:
     """The weight of P, about (I + J)^-1 near the points."""
     n, channels = points.shape[:2]
-    unknowns = parts * channels * KERNEL**2
+    unknowns = parts * channels * kernel**2
     probes = torch.randn(points.shape, generator=stream(0, "correction")).to(points)
-    weight = points.new_zeros(channels, parts * channels, KERNEL, KERNEL)
+    weight = points.new_zeros(channels, parts * channels, kernel, kernel)
     gram, wanted = points.new_zeros(unknowns, unknowns), points.new_zeros(unknowns, channels)
     for _ in range(ROUNDS):
         images = probes + g.tangents(torch.cat([points, probes]), n)[n:]
-        windows = F.unfold(entering(weight, points, images), KERNEL, padding=KERNEL // 2)
+        windows = F.unfold(entering(weight, points, images), kernel, padding=kernel // 2)
         rows = windows.transpose(1, 2).flatten(0, 1)
         weighted = rows.mT / probes.square().mean()
         gram += weighted @ rows

@@ -31,10 +31,10 @@ def native_start(g: Map, y: Tensor, goals: Tensor, weight: Tensor, gate: float) 
 
     `weight` and `gate`, the limit of what its second part multiplies, are those of `correction.py`.
     """
-    if y.device.type != "cpu" or y.dtype != torch.float32 or y.dim() != 4 or len(y) == 0:
+    if y.device.type != "cpu" or y.dtype != torch.float32 or y.dim() != 4 or len(y) == 0 or not is_narrow(g):
         return None
     known = read(folded(g))
-    if known is None or not _narrow(known.layers, y.shape[1]) or (kernel := library()) is None:
+    if known is None or not _known(known.layers) or (kernel := library()) is None:
         return None
     last = Layer(Affine(weight, weight.new_zeros(len(weight)), padding=weight.shape[2] // 2), beside=False)
     low = kernel.images_per_word() > 1
@@ -98,13 +98,16 @@ def read(steps: list[Step]) -> Branch | None:
     return Branch(layers, scale) if layers else None
 
 
-def _narrow(layers: Sequence[Layer], channels: int) -> bool:
-    """Whether all layers are convolutions that the kernel knows, on few channels."""
+def is_narrow(g: Map) -> bool:
+    """Whether all layers work on few channels."""
+    return all(max(tensor.shape[:2]) <= WIDEST for tensor in g.tensors() if tensor.dim() == 4)
+
+
+def _known(layers: Sequence[Layer]) -> bool:
+    """Whether all layers are convolutions that the kernel knows."""
     affines = [layer.affine for layer in layers]
-    return (
-        all(affine.weight.dim() == 4 and affine.weight.shape[2] in (1, 3) for affine in affines)
-        and all(affine.padding == affine.weight.shape[2] // 2 for affine in affines)
-        and max(channels, *(max(affine.weight.shape[:2]) for affine in affines)) <= WIDEST
+    return all(affine.weight.dim() == 4 and affine.weight.shape[2] in (1, 3) for affine in affines) and all(
+        affine.padding == affine.weight.shape[2] // 2 for affine in affines
     )
 
 
