@@ -36,9 +36,9 @@ def tiled_value(g: Map, like: Tensor) -> Step | None:
         return None
     lanes, columns = kernel.values_lanes(), kernel.values_columns()
     *layers, last = (layer.affine for layer in branch.layers)
-    weights = [_turned(affine.weight, columns) for affine in layers]
-    weights.append(_in_blocks(last.weight.flatten(1).mT, lanes).contiguous())
-    biases = [F.pad(affine.bias, (0, -len(affine.bias) % lanes)) for affine in (*layers, last)]
+    weights = [_turned(affine.weight, lanes, columns) for affine in layers]
+    weights.append(torch.cat(_padded(last.weight.flatten(1).mT, lanes).split(lanes, 1)))
+    biases = [_padded(affine.bias, lanes) for affine in (*layers, last)]
     outputs = (ctypes.c_int32 * len(layers))(*[len(affine.bias) for affine in layers])
     starts = addresses(weights), addresses(biases)
     call = _Call(
@@ -88,18 +88,16 @@ def _dense(layers: list[Layer]) -> bool:
     )
 
 
-def _turned(weight: Tensor, columns: int) -> Tensor:
-    """Places of a tile, blocks of columns, inputs, columns."""
-    outputs, inputs = weight.shape[:2]
-    turn = _turn()
-    taps = _in_blocks(weight.permute(2, 3, 1, 0), columns)
-    return (torch.kron(turn, turn) @ taps.flatten(1).view(9, -1)).view(-1, -(-outputs // columns), inputs, columns)
+def _turned(weight: Tensor, lanes: int, columns: int) -> Tensor:
+    """Places of a tile, blocks of columns, inputs, columns; the last block may be of one vector."""
+    weight = _padded(weight.permute(2, 3, 1, 0).flatten(0, 1), lanes)
+    whole = weight.shape[-1] // columns * columns
+    blocks = [part for part in (*weight[..., :whole].split(columns, -1), weight[..., whole:]) if part.numel()]
+    return torch.kron(_turn(), _turn()) @ torch.cat([block.flatten(1) for block in blocks], 1)
 
 
-def _in_blocks(weight: Tensor, columns: int) -> Tensor:
-    """... x inputs x outputs to ... x blocks of columns x inputs x columns."""
-    weight = F.pad(weight, (0, -weight.shape[-1] % columns))
-    return weight.unflatten(-1, (-1, columns)).transpose(-3, -2).contiguous()
+def _padded(weight: Tensor, lanes: int) -> Tensor:
+    return F.pad(weight, (0, -weight.shape[-1] % lanes))
 
 
 @cache

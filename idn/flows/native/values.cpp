@@ -58,7 +58,7 @@ struct Values {
             const int count = g ? call.outputs[g - 1] : channels;
             for (int c = 0; c < count; c += LANES) words.push_back(std::min(LANES, count - c));
             starts.push_back(words.size()), columns.push_back(columns.back() + count);
-            most_planes = std::max(most_planes, up(count, COLUMNS) / LANES);
+            most_planes = std::max(most_planes, up(count, LANES) / LANES);
             if (g) most_blocks = std::max(most_blocks, up(count, COLUMNS) / COLUMNS);
         }
     }
@@ -66,7 +66,8 @@ struct Values {
     int wide() const { return up(channels, LANES); }
     long turned_plane() const { return (long)pitch * LANES; }
     long turned() const { return PLACES * starts[depth] * turned_plane(); }
-    long made() const { return PLACES * most_blocks * pitch * (long)COLUMNS; }
+    long turned_block() const { return (long)pitch * COLUMNS; }
+    long made() const { return PLACES * most_blocks * turned_block(); }
     long sums() const { return (long)height * width * wide(); }
     long space() const {  // in whole vectors
         return (turned() + made() + most_planes * frame.plane() + call.together * sums() + LANES - 1) / LANES * LANES;
@@ -128,34 +129,39 @@ struct Values {
             }
     }
 
+    // Of a layer's columns, two vectors at a time; the last one may be alone.
+    int columns_of(int l, int block) const { return std::min(COLUMNS, up(call.outputs[l], LANES) - block * COLUMNS); }
+
     void multiply(int l, const float* tiles, int count, float* products) const {
-        const int blocks = up(call.outputs[l], COLUMNS) / COLUMNS;
-        const long size = (long)columns[l + 1] * COLUMNS;
+        const long inputs = columns[l + 1], size = inputs * up(call.outputs[l], LANES);
         std::vector<Stretch> stretches;
         for (int p = 0; p < starts[l + 1]; ++p) stretches.push_back({p * turned_plane(), words[p]});
         for (int place = 0; place < PLACES; ++place)
-            for (int block = 0; block < blocks; ++block) {
-                const float* from = tiles + place * starts[depth] * turned_plane();
-                float* to = products + ((long)place * blocks + block) * pitch * COLUMNS;
+            for (int block = 0; block * COLUMNS < call.outputs[l]; ++block) {
+                const float *from = tiles + place * starts[depth] * turned_plane(), *weight = call.weights[l] + place * size + block * inputs * COLUMNS;
+                float* to = products + (place * most_blocks + block) * turned_block();
                 in_blocks(count, [&](auto rows, int t) {
                     constexpr int R = rows;
-                    convolve<Full, R, VECTORS>(from + t * LANES, stretches, call.weights[l] + (place * blocks + block) * size, to + t * COLUMNS);
+                    if (columns_of(l, block) == COLUMNS)
+                        convolve<Full, R, VECTORS>(from + t * LANES, stretches, weight, to + t * COLUMNS);
+                    else
+                        convolve<Full, R, 1>(from + t * LANES, stretches, weight, to + t * LANES);
                 });
             }
     }
 
     // What layer l adds to one image.
     void leave(int l, const float* products, int first, float* planes) const {
-        const int blocks = up(call.outputs[l], COLUMNS) / COLUMNS;
         for (int c = 0; c < call.outputs[l]; c += LANES, planes += frame.plane()) {
             const V bias = load(call.biases[l] + c);
-            const float* from = products + (long)(c / COLUMNS * pitch + first) * COLUMNS + c % COLUMNS;
-            for (int t = 0; t < down * along; ++t, from += COLUMNS) {
+            const int block = c / COLUMNS, wide = columns_of(l, block);
+            const float* from = products + block * turned_block() + first * wide + c % COLUMNS;
+            for (int t = 0; t < down * along; ++t, from += wide) {
                 V in[SIDE], half[SIDE][M], column[SIDE], out[M][M];
 #pragma GCC unroll 6
                 for (int y = 0; y < SIDE; ++y) {
 #pragma GCC unroll 6
-                    for (int x = 0; x < SIDE; ++x) in[x] = load(from + (long)(y * SIDE + x) * blocks * pitch * COLUMNS);
+                    for (int x = 0; x < SIDE; ++x) in[x] = load(from + (y * SIDE + x) * most_blocks * turned_block());
                     turn_back(in, half[y]);
                 }
                 const int top = t / along * M, left = t % along * M;
