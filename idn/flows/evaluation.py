@@ -102,7 +102,7 @@ def _folded(
             factor, maps = None, maps[1:]
             continue
         mirrored = isinstance(maps[0], Mirror)
-        steps.append(_mirrored_silu if mirrored else silu)
+        steps.append(mirrored_silu if mirrored else silu)
         factor, maps = 1 / (phi.beta * phi.divisor), maps[1 + mirrored :]
     return steps, factor
 
@@ -146,6 +146,6 @@ def silu(q: Tensor) -> Tensor:
     return F.silu(q, inplace=True)
 
 
-def _mirrored_silu(q: Tensor) -> Tensor:
+def mirrored_silu(q: Tensor) -> Tensor:
     up = F.silu(q)
     return torch.cat([up, up - q], 1)

@@ -73,13 +73,14 @@ class Branch(NamedTuple):
 
     layers: list[Layer]
     scale: Tensor | None
+    mirrored: bool
 
 
-def read(steps: list[Step]) -> Branch | None:
-    """The steps as the kernel knows them; None for anything else."""
+def read(steps: list[Step], phi: Step = silu) -> Branch | None:
+    """The steps as kernels know them, with phi for the silu between them; None for anything else."""
     scale: Tensor | None = None
     match steps:
-        case [Times(factor), first, *rest] if first is silu and factor.numel() == 1:
+        case [Times(factor), first, *rest] if first is phi and factor.numel() == 1:
             scale, steps = factor, rest
     layers: list[Layer] = []
     while steps:
@@ -87,15 +88,15 @@ def read(steps: list[Step]) -> Branch | None:
             case [Product(affine)]:
                 layers.append(Layer(affine, False))
                 steps = []
-            case [Product(affine), phi, *rest] if phi is silu and rest:
+            case [Product(affine), after, *rest] if after is phi and rest:
                 layers.append(Layer(affine, False))
                 steps = rest
-            case [Beside([Product(affine), phi]), *rest] if phi is silu and rest:
+            case [Beside([Product(affine), after]), *rest] if after is phi and rest:
                 layers.append(Layer(affine, True))
                 steps = rest
             case _:
                 return None
-    return Branch(layers, scale) if layers else None
+    return Branch(layers, scale, phi is not silu) if layers else None
 
 
 def is_narrow(g: Map) -> bool:

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from idn.flows.evaluation import Step, folded
+from idn.flows.evaluation import Step, folded, mirrored_silu
 from idn.flows.images import Layer, read
 from idn.flows.kernels import addresses, kernel_library
 from idn.flows.maps import Map
@@ -31,7 +31,8 @@ def tiled_value(g: Map, like: Tensor) -> Step | None:
     """g.value, for images of the size of those in `like`."""
     if like.device.type != "cpu" or like.dtype != torch.float32 or like.dim() != 4:
         return None
-    branch = read(folded(g))
+    steps = folded(g)
+    branch = read(steps) or read(steps, mirrored_silu)
     if branch is None or not _dense(branch.layers) or (kernel := _library()) is None:
         return None
     lanes, columns = kernel.values_lanes(), kernel.values_columns()
@@ -48,6 +49,7 @@ def tiled_value(g: Map, like: Tensor) -> Step | None:
         width=like.shape[3],
         depth=len(layers),
         enters=branch.scale is not None,
+        mirrored=branch.mirrored,
         scale=1.0 if branch.scale is None else float(branch.scale),
         outputs=ctypes.cast(outputs, ctypes.c_void_p),
         weights=ctypes.cast(starts[0], ctypes.c_void_p),
@@ -116,7 +118,7 @@ class _Call(ctypes.Structure):
     _fields_ = (
         *(
             (name, ctypes.c_int32)
-            for name in ("threads", "channels", "height", "width", "depth", "images", "together", "enters")
+            for name in ("threads", "channels", "height", "width", "depth", "images", "together", "enters", "mirrored")
         ),
         ("scale", ctypes.c_float),
         *((name, ctypes.c_void_p) for name in ("outputs", "weights", "biases")),

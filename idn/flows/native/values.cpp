@@ -10,7 +10,7 @@ namespace {
 
 struct Call {  // as `values.py` passes it
     int32_t threads, channels, height, width, depth, images, together;
-    int32_t enters;  // whether x goes through silu before, times a number
+    int32_t enters, mirrored;  // whether x goes through silu before, times a number; silu(q) is followed by silu(-q)
     float scale;
     const int32_t* outputs;       // of the 3x3 layers
     const float* const* weights;  // turned: places of a tile, blocks of columns, inputs; then the 1x1 one
@@ -56,13 +56,21 @@ struct Values {
           pitch(PIXELS * (up(call.together * down * along, PIXELS) / PIXELS | 1)) {
         for (int g = 0; g <= depth; ++g) {
             const int count = g ? call.outputs[g - 1] : channels;
-            for (int c = 0; c < count; c += LANES) words.push_back(std::min(LANES, count - c));
-            starts.push_back(words.size()), columns.push_back(columns.back() + count);
-            most_planes = std::max(most_planes, up(count, LANES) / LANES);
+            for (int side = 0; side < sides(g); ++side)
+                for (int c = 0; c < count; c += LANES) words.push_back(std::min(LANES, count - c));
+            starts.push_back(words.size()), columns.push_back(columns.back() + sides(g) * count);
+            most_planes = std::max(most_planes, starts[g + 1] - starts[g]);
             if (g) most_blocks = std::max(most_blocks, up(count, COLUMNS) / COLUMNS);
         }
     }
 
+    int sides(int g) const { return 1 + (call.mirrored && (g || call.enters)); }
+    // A vector of group g's features, from what goes through silu.
+    void put(int g, V q, float* to) const {
+        const V value = silu(q);
+        store(to, value);
+        if (sides(g) == 2) store(to + (starts[g + 1] - starts[g]) / 2 * frame.plane(), value - q);
+    }
     int wide() const { return up(channels, LANES); }
     long turned_plane() const { return (long)pitch * LANES; }
     long turned() const { return PLACES * starts[depth] * turned_plane(); }
@@ -100,8 +108,11 @@ struct Values {
                 for (int c = 0; c < channels; c += LANES) {
                     alignas(64) float pixel[LANES] = {};
                     std::copy_n(x + c, std::min(LANES, channels - c), pixel);
-                    V in = load(pixel);
-                    store(planes + c / LANES * frame.plane() + frame.at(y, at), call.enters ? silu(call.scale * in) : in);
+                    float* to = planes + c / LANES * frame.plane() + frame.at(y, at);
+                    if (call.enters)
+                        put(0, call.scale * load(pixel), to);
+                    else
+                        store(to, load(pixel));
                 }
     }
 
@@ -173,7 +184,7 @@ struct Values {
                 }
                 for (int y = 0; y < std::min(M, height - top); ++y)
                     for (int x = 0; x < std::min(M, width - left); ++x)
-                        store(planes + frame.at(top + y, left + x), silu(out[x][y] + bias));
+                        put(l + 1, out[x][y] + bias, planes + frame.at(top + y, left + x));
             }
         }
     }
