@@ -19,7 +19,7 @@ from torch import Tensor
 from idn.flows.dense import DenseNet
 from idn.flows.evaluation import evaluator, flat
 from idn.flows.guess import Guess, fitted_guess
-from idn.flows.images import is_narrow, native_start
+from idn.flows.images import known_branch, native_start
 from idn.flows.inverse import ROUGH, Correct, NotInvertedError, fixed_point, residual_goals
 from idn.flows.maps import Affine, Map
 from idn.flows.rows import channels_last
@@ -88,12 +88,14 @@ class Inverter:
         def corrector(x: Tensor) -> Correct:
             return lambda r: corrected(weight, x, r)
 
-        start = native_start(g, y, residual_goals(y, tolerance), self.fitted.weight, GATE)
+        branch = known_branch(g)
+        tiled = tiled_value(branch, y) if branch else None
+        value = tiled or evaluator(g)
+        start = native_start(branch, y, residual_goals(y, tolerance), self.fitted.weight, GATE) if branch else None
         if start is not None:
-            return fixed_point(evaluator(g), y, tolerance, start=start, corrector=corrector)
-        tiled = tiled_value(g, y)
+            return fixed_point(value, y, tolerance, start=start, corrector=corrector)
         x = fixed_point(
-            tiled or evaluator(g),
+            value,
             y,
             tolerance,
             start=self.guess(y) if self.guess else None,
@@ -122,7 +124,8 @@ def fitted_near(g: Map, y: Tensor) -> Correction | None:
     channels, pixels = y.shape[1], y[0, 0].numel()
     large, kernel = KERNELS
     parts = 2 if 2 * channels * kernel**2 <= MOST_UNKNOWNS else 1
-    if parts * channels * large**2 <= FEW_UNKNOWNS and not is_narrow(g):
+    branch = known_branch(g)
+    if parts * channels * large**2 <= FEW_UNKNOWNS and not (branch and branch.narrow):
         kernel = large
     unknowns = parts * channels * kernel**2
     some = y[: max(min(FEWEST, len(y) // 4), -(-ENOUGH * unknowns // pixels))]

@@ -52,7 +52,7 @@ PATIENCE = 20
 """Steps without a gain after which others go back, and take as many plain steps."""
 ROUGH = 5
 """Evaluations of low precision, at most."""
-NOISE = 0.1
+NOISE = 0.03
 """What steps of low precision count as unknown, relative to the length of g(x): well above their rounding errors, which
 are much the same at all points, so that combinations keep them."""
 NEAR = 0.1

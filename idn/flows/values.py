@@ -14,10 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from idn.flows.evaluation import Step, folded, mirrored_silu
-from idn.flows.images import Layer, read
+from idn.flows.evaluation import Step
+from idn.flows.images import Branch, Layer
 from idn.flows.kernels import addresses, kernel_library
-from idn.flows.maps import Map
 from idn.flows.rows import channels_last
 
 TILE = 4
@@ -27,13 +26,11 @@ TOGETHER = 64
 """Tiles that a thread takes at least, if there are so many: turned weights pass through the cache for each time."""
 
 
-def tiled_value(g: Map, like: Tensor) -> Step | None:
-    """g.value, for images of the size of those in `like`."""
+def tiled_value(branch: Branch, like: Tensor) -> Step | None:
+    """x -> g(x), for images of the size of those in `like`."""
     if like.device.type != "cpu" or like.dtype != torch.float32 or like.dim() != 4:
         return None
-    steps = folded(g)
-    branch = read(steps) or read(steps, mirrored_silu)
-    if branch is None or not _dense(branch.layers) or (kernel := _library()) is None:
+    if not _dense(branch.layers) or (kernel := _library()) is None:
         return None
     lanes, columns = kernel.values_lanes(), kernel.values_columns()
     *layers, last = (layer.affine for layer in branch.layers)
