@@ -161,7 +161,8 @@ def fitted(g: Map, points: Tensor, parts: int = 1, kernel: int = KERNELS[-1]) ->
 def narrow_start(g: Map, y: Tensor, tolerance: float | None) -> Tensor | None:
     """Where a branch begins with a matrix A to few dimensions and ends with a matrix: x, from the few alone.
 
-    With g(x) = h(u) and u = A x + a, the fixed point is u + A h(u) = A y + a, and x = y - h(u).
+    With g(x) = h(u) and u = A x + a, the fixed point is u + A h(u) = A y + a, and x = y - h(u). Steps are corrected by
+    the Jacobian at one point.
     """
     first, *rest = flat(g)
     if not (isinstance(first, Affine) and y.dim() == 2 and NARROW * len(first.bias) <= y.shape[1]):
@@ -169,8 +170,11 @@ def narrow_start(g: Map, y: Tensor, tolerance: float | None) -> Tensor | None:
     if not (len(rest) == 1 and isinstance(net := rest[0], DenseNet)):
         return None
     last = Affine(first.weight @ net.last.weight, first.product(net.last.bias))
+    narrow, entering, one = replace(net, last=last), first.value(y), torch.eye(len(first.bias)).to(y)
+    jacobian = narrow.tangents(torch.cat([entering.mean(0).expand_as(one), one]), len(one))[len(one) :]
+    step = torch.linalg.inv_ex(one + jacobian).inverse
     try:
-        u = fixed_point(evaluator(replace(net, last=last)), first.value(y), tolerance)
+        u = fixed_point(evaluator(narrow), entering, tolerance, corrector=lambda _: lambda r: r @ step)
     except NotInvertedError:
         return None
     return y - evaluator(net)(u)
