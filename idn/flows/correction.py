@@ -72,16 +72,18 @@ class Inverter:
     def __init__(self) -> None:
         self.fitted: Correction | None = None
         self.guess: Guess | None = None
+        self.reduced: Reduced | None = None
         self.known: object = None
 
     @torch.no_grad()
     def __call__(self, g: Map, y: Tensor, tolerance: float | None, version: object) -> Tensor:
         """The x with x + g(x) = y; `version` names the weights, and differs when they do."""
         known = (version, y.shape[1:], y.dtype, y.device)
-        if self.known != known or self.fitted is None:
-            self.known, self.fitted, self.guess = known, fitted_near(g, y), None
+        if self.known != known or (self.fitted is None and self.reduced is None):
+            self.known, self.fitted, self.reduced, self.guess = known, fitted_near(g, y), reduced(g, y), None
         if self.fitted is None:
-            return fixed_point(evaluator(g), y, tolerance, start=narrow_start(g, y, tolerance))
+            start = narrow_start(g, y, tolerance, self.reduced) if self.reduced else None
+            return fixed_point(evaluator(g), y, tolerance, start=start)
         low = torch.bfloat16 if y.dtype == torch.float32 and quick_in_bf16(y.device.type) else None
         weight = channels_last(self.fitted.weight)
 
@@ -158,23 +160,36 @@ def fitted(g: Map, points: Tensor, parts: int = 1, kernel: int = KERNELS[-1]) ->
     return weight
 
 
-def narrow_start(g: Map, y: Tensor, tolerance: float | None) -> Tensor | None:
-    """Where a branch begins with a matrix A to few dimensions and ends with a matrix: x, from the few alone.
+class Reduced(NamedTuple):
+    """A branch that begins with a matrix A to few dimensions, in these alone: u = A x + a to A g."""
 
-    With g(x) = h(u) and u = A x + a, the fixed point is u + A h(u) = A y + a, and x = y - h(u). Steps are corrected by
-    the Jacobian at one point.
-    """
+    last: Affine
+    """What the matrix at the end and A make together."""
+    step: Tensor
+    """The inverse of I + J at one point, by which steps are corrected."""
+
+
+def reduced(g: Map, y: Tensor) -> Reduced | None:
+    """None where a branch is not as narrow, or does not end with a matrix."""
     first, *rest = flat(g)
     if not (isinstance(first, Affine) and y.dim() == 2 and NARROW * len(first.bias) <= y.shape[1]):
         return None
     if not (len(rest) == 1 and isinstance(net := rest[0], DenseNet)):
         return None
     last = Affine(first.weight @ net.last.weight, first.product(net.last.bias))
-    narrow, entering, one = replace(net, last=last), first.value(y), torch.eye(len(first.bias)).to(y)
-    jacobian = narrow.tangents(torch.cat([entering.mean(0).expand_as(one), one]), len(one))[len(one) :]
-    step = torch.linalg.inv_ex(one + jacobian).inverse
+    one = torch.eye(len(first.bias)).to(y)
+    point = first.value(y).mean(0).expand_as(one)
+    jacobian = replace(net, last=last).tangents(torch.cat([point, one]), len(one))[len(one) :]
+    return Reduced(last, torch.linalg.inv_ex(one + jacobian).inverse)
+
+
+def narrow_start(g: Map, y: Tensor, tolerance: float | None, known: Reduced) -> Tensor | None:
+    """x from few dimensions: with g(x) = h(u), the fixed point is u + A h(u) = A y + a, and x = y - h(u)."""
+    first, net = flat(g)
+    assert isinstance(first, Affine) and isinstance(net, DenseNet)
+    narrow = evaluator(replace(net, last=known.last))
     try:
-        u = fixed_point(evaluator(narrow), entering, tolerance, corrector=lambda _: lambda r: r @ step)
+        u = fixed_point(narrow, first.value(y), tolerance, corrector=lambda _: lambda r: r @ known.step)
     except NotInvertedError:
         return None
     return y - evaluator(net)(u)

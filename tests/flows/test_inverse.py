@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from idn.flows.correction import Inverter, fitted, narrow_start
+from idn.flows.correction import Inverter, fitted, narrow_start, reduced
 from idn.flows.evaluation import MANY, Product, evaluator
 from idn.flows.guess import fitted_guess
 from idn.flows.inverse import fixed_point
@@ -124,7 +124,7 @@ def test_corrections_are_fitted_anew_when_weights_change():
 def test_a_narrow_branch_is_solved_in_few_dimensions():
     g = small_image_flow("idensenet-lc", dtype=torch.float64, fc_stem=4).blocks[-1].branch()
     y = torch.randn(5, g.maps[0].weight.shape[1], generator=stream(0, "y"), dtype=torch.float64)
-    x = narrow_start(g, y, None)
+    x = narrow_start(g, y, None, reduced(g, y))
     assert x is not None
     torch.testing.assert_close(x + g.value(x), y)
     torch.testing.assert_close(Inverter()(g, y, None, 0), x)
