@@ -13,7 +13,7 @@ struct Call {  // as `values.py` passes it
     int32_t enters, mirrored;  // whether x goes through silu before, times a number; silu(q) is followed by silu(-q)
     float scale;
     const int32_t* outputs;       // of the 3x3 layers
-    const float* const* weights;  // turned: places of a tile, blocks of columns, inputs; then the 1x1 one
+    const float* const* weights;  // turned: places of a tile, blocks of columns, inputs, columns; then the 1x1 one
     const float* const* biases;
 };
 
@@ -45,9 +45,9 @@ struct Values {
     const int height, width, channels, depth, down, along;  // down, along: tiles
     const Frame frame;
     const int pitch;  // of tiles; an odd number of blocks, so that planes do not share their cache sets
-    std::vector<int> words;            // how many channels are in each plane of what enters the 3x3 layers
-    std::vector<int> starts = {0};     // planes of each group, x first
-    std::vector<int> columns = {0};    // channels
+    std::vector<int> words;          // how many channels are in each plane of what enters the 3x3 layers
+    std::vector<int> starts = {0};   // planes of each group, x first
+    std::vector<int> columns = {0};  // channels
     int most_planes = 0, most_blocks = 0;
 
     explicit Values(const Call& call)
@@ -83,7 +83,8 @@ struct Values {
 
     // From images to g(x), `count` of them at a time.
     void images(const float* x, int count, float* space, float* out) const {
-        float *tiles = space, *products = tiles + turned(), *planes = products + made(), *total = planes + most_planes * frame.plane();
+        float *tiles = space, *products = tiles + turned(), *planes = products + made();
+        float* total = planes + most_planes * frame.plane();
         std::fill_n(planes, most_planes * frame.plane(), 0.0f);
         for (int g = 0; g <= depth; ++g) {
             if (g) multiply(g - 1, tiles, count * down * along, products);
@@ -149,7 +150,8 @@ struct Values {
         for (int p = 0; p < starts[l + 1]; ++p) stretches.push_back({p * turned_plane(), words[p]});
         for (int place = 0; place < PLACES; ++place)
             for (int block = 0; block * COLUMNS < call.outputs[l]; ++block) {
-                const float *from = tiles + place * starts[depth] * turned_plane(), *weight = call.weights[l] + place * size + block * inputs * COLUMNS;
+                const float* from = tiles + place * starts[depth] * turned_plane();
+                const float* weight = call.weights[l] + place * size + block * inputs * COLUMNS;
                 float* to = products + (place * most_blocks + block) * turned_block();
                 in_blocks(count, [&](auto rows, int t) {
                     constexpr int R = rows;
