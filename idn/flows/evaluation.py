@@ -19,6 +19,9 @@ from idn.flows.rows import along_channels, channels_last
 
 Step = Callable[[Tensor], Tensor]
 
+MANY = 16
+"""On one thread, torch multiplies fewer images by a 1x1 weight at half the pace; their lines are images as well."""
+
 
 @dataclass(frozen=True)
 class Product:
@@ -27,6 +30,10 @@ class Product:
     affine: Affine
 
     def __call__(self, x: Tensor) -> Tensor:
+        if x.dim() == 4 and len(x) < MANY and self.affine.weight.shape[2:] == (1, 1):
+            n, _, height, width = x.shape
+            lines = self.affine.value(x.permute(0, 2, 3, 1).reshape(n * height, 1, width, -1).permute(0, 3, 1, 2))
+            return lines.permute(0, 2, 3, 1).reshape(n, height, width, -1).permute(0, 3, 1, 2)
         return self.affine.value(x)
 
 
@@ -102,7 +109,7 @@ def _folded(
             factor, maps = None, maps[1:]
             continue
         mirrored = isinstance(maps[0], Mirror)
-        steps.append(_mirrored_silu if mirrored else silu)
+        steps.append(mirrored_silu if mirrored else silu)
         factor, maps = 1 / (phi.beta * phi.divisor), maps[1 + mirrored :]
     return steps, factor
 
@@ -146,6 +153,6 @@ def silu(q: Tensor) -> Tensor:
     return F.silu(q, inplace=True)
 
 
-def _mirrored_silu(q: Tensor) -> Tensor:
+def mirrored_silu(q: Tensor) -> Tensor:
     up = F.silu(q)
     return torch.cat([up, up - q], 1)

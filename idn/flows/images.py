@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from idn.flows.evaluation import Beside, Product, Step, Times, folded, silu
+from idn.flows.evaluation import Beside, Product, Step, Times, folded, mirrored_silu, silu
 from idn.flows.inverse import NEAR, NOISE, ROUGH
 from idn.flows.kernels import kernel_library
 from idn.flows.maps import Affine, Map
@@ -24,41 +24,6 @@ WIDEST = 128
 """Features of a pixel: more of them fill the cache, and torch's convolutions are as quick."""
 MOST_EVALUATIONS = 16
 """A search that has not ended by then is left to others."""
-
-
-def native_start(g: Map, y: Tensor, goals: Tensor, weight: Tensor, gate: float) -> Tensor | None:
-    """About the x with x + g(x) = y, where the largest entry of each sample's residual is to be below its goal.
-
-    `weight` and `gate`, the limit of what its second part multiplies, are those of `correction.py`.
-    """
-    if y.device.type != "cpu" or y.dtype != torch.float32 or y.dim() != 4 or len(y) == 0:
-        return None
-    known = _read(folded(g))
-    if known is None or not _narrow(known.layers, y.shape[1]) or (kernel := library()) is None:
-        return None
-    last = Layer(Affine(weight, weight.new_zeros(len(weight)), padding=weight.shape[2] // 2), beside=False)
-    low = kernel.images_per_word() > 1
-    ints = [*y.shape[1:], known.scale is not None, weight.shape[1] > y.shape[1], ROUGH * low, MOST_EVALUATIONS]
-    ints.append(len(known.layers))
-    tensors: list[Tensor] = []
-    for affine, beside in (*known.layers, last):
-        outputs, inputs, kernel_size, _ = affine.weight.shape
-        ints += [kernel_size, inputs, outputs, beside]
-        full = _packed(affine.weight, kernel.images_lanes(), 1)
-        low_weight = _packed(affine.weight, kernel.images_lanes(), 2).to(torch.bfloat16) if low else full
-        tensors += [full, low_weight, _padded(affine.bias, kernel.images_lanes())]
-    floats = [1.0 if known.scale is None else float(known.scale), gate, NEAR, NOISE]
-    y, goals = channels_last(y), goals.contiguous()
-    x = torch.empty_like(y)
-    kernel.images_start(
-        (ctypes.c_int * len(ints))(*ints),
-        (ctypes.c_float * len(floats))(*floats),
-        (ctypes.c_void_p * len(tensors))(*[t.data_ptr() for t in tensors]),
-        ctypes.c_long(len(y)),
-        torch.get_num_threads(),
-        *(ctypes.c_void_p(t.data_ptr()) for t in (y, goals, x)),
-    )
-    return x
 
 
 class Layer(NamedTuple):
@@ -73,13 +38,26 @@ class Branch(NamedTuple):
 
     layers: list[Layer]
     scale: Tensor | None
+    mirrored: bool
+    """Whether a silu(q) stands for [silu(q) ; silu(-q)]."""
+
+    @property
+    def narrow(self) -> bool:
+        """Whether all layers work on few channels."""
+        return all(max(layer.affine.weight.shape[:2]) <= WIDEST for layer in self.layers)
 
 
-def _read(steps: list[Step]) -> Branch | None:
-    """The steps as the kernel knows them; None for anything else."""
+def known_branch(g: Map) -> Branch | None:
+    """g as kernels know it; None for anything else."""
+    steps = folded(g)
+    return _read(steps, silu) or _read(steps, mirrored_silu)
+
+
+def _read(steps: list[Step], phi: Step) -> Branch | None:
+    """With phi between the convolutions."""
     scale: Tensor | None = None
     match steps:
-        case [Times(factor), first, *rest] if first is silu and factor.numel() == 1:
+        case [Times(factor), first, *rest] if first is phi and factor.numel() == 1:
             scale, steps = factor, rest
     layers: list[Layer] = []
     while steps:
@@ -87,24 +65,56 @@ def _read(steps: list[Step]) -> Branch | None:
             case [Product(affine)]:
                 layers.append(Layer(affine, False))
                 steps = []
-            case [Product(affine), phi, *rest] if phi is silu and rest:
+            case [Product(affine), after, *rest] if after is phi and rest:
                 layers.append(Layer(affine, False))
                 steps = rest
-            case [Beside([Product(affine), phi]), *rest] if phi is silu and rest:
+            case [Beside([Product(affine), after]), *rest] if after is phi and rest:
                 layers.append(Layer(affine, True))
                 steps = rest
             case _:
                 return None
-    return Branch(layers, scale) if layers else None
+    return Branch(layers, scale, phi is not silu) if layers else None
 
 
-def _narrow(layers: Sequence[Layer], channels: int) -> bool:
-    """Whether all layers are convolutions that the kernel knows, on few channels."""
+def native_start(branch: Branch, y: Tensor, goals: Tensor, weight: Tensor, gate: float) -> Tensor | None:
+    """About the x with x + g(x) = y, where the largest entry of each sample's residual is to be below its goal.
+
+    `weight` and `gate`, the limit of what its second part multiplies, are those of `correction.py`.
+    """
+    if y.device.type != "cpu" or y.dtype != torch.float32 or y.dim() != 4 or len(y) == 0 or not branch.narrow:
+        return None
+    if branch.mirrored or not _knows(branch.layers) or (kernel := library()) is None:
+        return None
+    last = Layer(Affine(weight, weight.new_zeros(len(weight)), padding=weight.shape[2] // 2), beside=False)
+    low = kernel.images_per_word() > 1
+    ints = [*y.shape[1:], branch.scale is not None, weight.shape[1] > y.shape[1], ROUGH * low, MOST_EVALUATIONS]
+    ints.append(len(branch.layers))
+    tensors: list[Tensor] = []
+    for affine, beside in (*branch.layers, last):
+        outputs, inputs, kernel_size, _ = affine.weight.shape
+        ints += [kernel_size, inputs, outputs, beside]
+        full = _packed(affine.weight, kernel.images_lanes(), 1)
+        low_weight = _packed(affine.weight, kernel.images_lanes(), 2).to(torch.bfloat16) if low else full
+        tensors += [full, low_weight, _padded(affine.bias, kernel.images_lanes())]
+    floats = [1.0 if branch.scale is None else float(branch.scale), gate, NEAR, NOISE]
+    y, goals = channels_last(y), goals.contiguous()
+    x = torch.empty_like(y)
+    kernel.images_start(
+        (ctypes.c_int * len(ints))(*ints),
+        (ctypes.c_float * len(floats))(*floats),
+        (ctypes.c_void_p * len(tensors))(*[t.data_ptr() for t in tensors]),
+        ctypes.c_long(len(y)),
+        torch.get_num_threads(),
+        *(ctypes.c_void_p(t.data_ptr()) for t in (y, goals, x)),
+    )
+    return x
+
+
+def _knows(layers: Sequence[Layer]) -> bool:
+    """Whether all layers are convolutions that the kernel knows."""
     affines = [layer.affine for layer in layers]
-    return (
-        all(affine.weight.dim() == 4 and affine.weight.shape[2] in (1, 3) for affine in affines)
-        and all(affine.padding == affine.weight.shape[2] // 2 for affine in affines)
-        and max(channels, *(max(affine.weight.shape[:2]) for affine in affines)) <= WIDEST
+    return all(affine.weight.dim() == 4 and affine.weight.shape[2] in (1, 3) for affine in affines) and all(
+        affine.padding == affine.weight.shape[2] // 2 for affine in affines
     )
 
 

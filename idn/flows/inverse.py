@@ -52,11 +52,11 @@ PATIENCE = 20
 """Steps without a gain after which others go back, and take as many plain steps."""
 ROUGH = 5
 """Evaluations of low precision, at most."""
-NOISE = 0.1
+NOISE = 0.03
 """What steps of low precision count as unknown, relative to the length of g(x): well above their rounding errors, which
 are much the same at all points, so that combinations keep them."""
 NEAR = 0.1
-"""Low precision leads no further than about so close, in shares of the first residual, and is not asked more often."""
+"""Low precision leads no further than about so close, in shares of the first g(x), and is not asked more often."""
 WORTH_LEAVING = 0.75
 """Samples that are done leave when no more than this share would stay: what the others remember is copied then."""
 
@@ -100,7 +100,7 @@ def fixed_point(
         residual = moved - x
         square = torch.linalg.vecdot(residual, residual)
         if iteration == 0:
-            first = square.sum()
+            first = value.square().sum()
         # Rough residuals are no measure for exact ones: nothing is judged by them.
         if not rough:
             done = search.judge(moved, square, residual.abs().amax(1))

@@ -43,7 +43,8 @@ def residual(block: Block, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 def start(block: Block, y: torch.Tensor) -> torch.Tensor | None:
     goals = default_tolerance(y.dtype) * (1 + y.flatten(1).abs().amax(1))
     g = block.branch()
-    return images.native_start(g, y, goals, correction.fitted_near(g, y).weight, correction.GATE)
+    branch = images.known_branch(g)
+    return branch and images.native_start(branch, y, goals, correction.fitted_near(g, y).weight, correction.GATE)
 
 
 @native
@@ -63,7 +64,7 @@ def test_images_do_not_depend_on_each_other():
     block, y = strong_block("dense")
     weight, goals = correction.fitted_near(block.branch(), y).weight, torch.full((len(y),), 1e-4)
     both = [
-        images.native_start(block.branch(), part, goals[: len(part)], weight, correction.GATE)
+        images.native_start(images.known_branch(block.branch()), part, goals[: len(part)], weight, correction.GATE)
         for part in (y, y[2:3].clone())
     ]
     torch.testing.assert_close(both[0][2:3], both[1], atol=0, rtol=0)

@@ -3,9 +3,12 @@
 import pytest
 import torch
 
-from idn.flows.correction import Inverter, fitted, narrow_start
-from idn.flows.evaluation import evaluator
+from idn.flows.correction import Inverter, fitted, narrow_start, reduced
+from idn.flows.evaluation import MANY, Product, evaluator
+from idn.flows.guess import fitted_guess
 from idn.flows.inverse import fixed_point
+from idn.flows.maps import Affine
+from idn.flows.rows import channels_last
 from idn.streams import stream
 from tests.flows.helpers import small_image_flow, small_toy_flow
 
@@ -45,6 +48,16 @@ def test_folded_evaluation_is_the_value(name):
         x = torch.randn(shape, generator=stream(0, "x"), dtype=torch.float64)
         torch.testing.assert_close(evaluator(g)(x), g.value(x))
         torch.testing.assert_close(evaluator(g, torch.bfloat16)(x), g.value(x), atol=0.05, rtol=0.05)
+
+
+def test_few_images_are_multiplied_by_lines():
+    """What torch does slowly is put to it in another shape."""
+    product = Product(Affine(torch.randn(5, 6, 1, 1), torch.randn(5), padding=0))
+    x = channels_last(torch.randn(MANY, 6, 4, 3))
+    right = product(x)
+    assert torch.equal(right, product.affine.value(x))
+    torch.testing.assert_close(product(x[:2]), right[:2])
+    assert product(x[:2]).stride() == right[:2].stride()
 
 
 def test_corrected_steps_need_fewer_evaluations():
@@ -111,7 +124,35 @@ def test_corrections_are_fitted_anew_when_weights_change():
 def test_a_narrow_branch_is_solved_in_few_dimensions():
     g = small_image_flow("idensenet-lc", dtype=torch.float64, fc_stem=4).blocks[-1].branch()
     y = torch.randn(5, g.maps[0].weight.shape[1], generator=stream(0, "y"), dtype=torch.float64)
-    x = narrow_start(g, y, None)
+    x = narrow_start(g, y, None, reduced(g, y))
     assert x is not None
     torch.testing.assert_close(x + g.value(x), y)
     torch.testing.assert_close(Inverter()(g, y, None, 0), x)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("channels", [1, 3, 20])
+def test_a_fitted_guess_is_nearer_than_y(channels):
+    """It is fitted to some images and tried on others, whose pixels see their neighbours and have their own bias."""
+    generator = stream(0, "guess")
+    mix = 0.2 * torch.randn(channels, channels, 3, 3, generator=generator, dtype=torch.float64) / channels
+
+    def inverse(y: torch.Tensor) -> torch.Tensor:
+        return y + torch.nn.functional.conv2d(y, mix, padding=1) + 0.3 + 0.05 * torch.sin(y)
+
+    y, new = (torch.randn(60, channels, 8, 8, generator=generator, dtype=torch.float64) for _ in range(2))
+    guess = fitted_guess(y, inverse(y))
+    assert (guess(new) - inverse(new)).norm() < 0.3 * (new - inverse(new)).norm()
+    assert fitted_guess(y[:1, :, :2, :2], y[:1, :, :2, :2]) is None
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("wrong", [1e3, float("nan")])
+def test_a_wrong_guess_is_survived(wrong, monkeypatch):
+    block = small_image_flow("idensenet-lc", dtype=torch.float64).blocks[0]
+    y = torch.randn(50, 2, 8, 8, generator=stream(0, "y"), dtype=torch.float64)
+    right = block.inverse(y)
+    assert block.inverter.guess is not None
+    torch.testing.assert_close(block.inverse(y), right)
+    monkeypatch.setattr(block.inverter, "guess", lambda y: y + wrong)
+    torch.testing.assert_close(block.inverse(y), right)
