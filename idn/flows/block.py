@@ -40,8 +40,9 @@ class Block(Layer):
 
     def forward(self, x: Tensor, draws: Draws, rule: LogdetRule, *_: Any) -> tuple[Tensor, Tensor]:
         if rule.rule == "exact" and x.shape[1:] == (2,) and torch.is_grad_enabled():
-            native = native_step(x, self.branch) if is_fusing() else None
-            gx, logdet = native or _plane_step(x, self.branch)
+            if is_fusing() and (found := native_step(x, self.branch)):
+                return found
+            gx, logdet = _plane_step(x, self.branch)
         else:
             gx, logdet = block_logdet(self.branch(), x, draws, rule, self.recompute, again=self.branch)
         return x + gx, logdet

@@ -66,18 +66,18 @@ class Recipe:
 
 
 class _Plane(torch.autograd.Function):
-    """g(x) and ln det(I + J) of a branch, from x and the tensors of its recipe."""
+    """x + g(x) and ln det(I + J) of a block, from x and the tensors of its branch's recipe."""
 
     @staticmethod
     def forward(ctx: Any, recipe: Recipe, low: bool, x: Tensor, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
         kernel, n = library(), len(x)
         assert kernel is not None
-        gx, logdet = torch.empty_like(x), x.new_empty(n)
+        moved, logdet = torch.empty_like(x), x.new_empty(n)
         ctx.kept = x.new_empty(kernel.plane_kept(recipe.ints, n))
         ctx.recipe, ctx.call = recipe, (int(low), recipe.ints, recipe.floats, addresses(tensors), n)
-        kernel.plane_forward(*ctx.call, torch.get_num_threads(), *map(_address, (x, gx, logdet, ctx.kept)))
+        kernel.plane_forward(*ctx.call, torch.get_num_threads(), *map(_address, (x, moved, logdet, ctx.kept)))
         ctx.save_for_backward(x, *tensors)
-        return gx, logdet
+        return moved, logdet
 
     @staticmethod
     @once_differentiable
@@ -85,19 +85,19 @@ class _Plane(torch.autograd.Function):
         kernel = library()
         assert kernel is not None
         x, *tensors = ctx.saved_tensors
-        into_gx, into_logdet = grads[0].contiguous(), grads[1].contiguous()
+        into_moved, into_logdet = grads[0].contiguous(), grads[1].contiguous()
         into_x = torch.empty_like(x)
         found: list[Tensor | None] = [None] * len(tensors)
         for i in ctx.recipe.trained:
             found[i] = torch.empty_like(tensors[i]) if ctx.needs_input_grad[3 + i] else None
         wanted = addresses([found[i] for i in ctx.recipe.trained])
-        given = map(_address, (x, into_gx, into_logdet, ctx.kept, into_x))
+        given = map(_address, (x, into_moved, into_logdet, ctx.kept, into_x))
         kernel.plane_backward(*ctx.call, torch.get_num_threads(), *given, wanted)
         return None, None, into_x, *found
 
 
 def native_step(x: Tensor, branch: Branch) -> tuple[Tensor, Tensor] | None:
-    """g(x) and the exact log-det in two dimensions, or None where the kernel is not available or does not know how."""
+    """x + g(x) and the exact log-det in two dimensions; None where the kernel is not available or does not know how."""
     if x.device.type != "cpu" or x.dtype != torch.float32 or len(x) == 0:
         return None
     recipe = _recipe(branch)
@@ -110,8 +110,8 @@ def native_step(x: Tensor, branch: Branch) -> tuple[Tensor, Tensor] | None:
     kernel, low = library(), branch.precision is not None
     if kernel is None or (low and not kernel.plane_low()):
         return None
-    gx, logdet = _Plane.apply(recipe, low, x.contiguous(), *tensors)
-    return gx, logdet
+    moved, logdet = _Plane.apply(recipe, low, x.contiguous(), *tensors)
+    return moved, logdet
 
 
 def _readable(tensor: Tensor) -> bool:

@@ -1,4 +1,4 @@
-// g(x) and ln det(I + J_g(x)) of a toy flow's branch with two inputs, and their gradients, in one pass each.
+// x + g(x) and ln det(I + J_g(x)) of a toy flow's block with two dimensions, and their gradients, in one pass each.
 //
 // A tile of points goes through all layers while it is in the cache: rows [values; first tangents; second tangents].
 // Features stand side by side, each layer's behind those before it. What a dense layer reads is a prefix of them times
@@ -26,7 +26,7 @@ void in_tiles(int n, int threads, size_t space, F each) {
 }
 
 template <class T>
-void forward(const Branch<T>& g, int n, int threads, const float* x, float* gx, float* logdet, float* kept) {
+void forward(const Branch<T>& g, int n, int threads, const float* x, float* moved, float* logdet, float* kept) {
     const int last = g.layers.size() - 1;
     std::vector<std::vector<float>> words(last + 1);
     int last_words;
@@ -36,12 +36,12 @@ void forward(const Branch<T>& g, int n, int threads, const float* x, float* gx, 
     size_t needed = 3 * TILE * (g.widest + g.stride) + 4 * LANES;
     in_tiles(n, threads, needed, [&](int, float* space, int tile, int start, int count) {
         Tile<T>(g, x + 2 * start, count, z + (size_t)tile * g.z_size)
-            .forward(words, last_words, space, gx + 2 * start, logdet + start, kept + 4 * start);
+            .forward(words, last_words, space, moved + 2 * start, logdet + start, kept + 4 * start);
     });
 }
 
 template <class T>
-void backward(const Branch<T>& g, int n, int threads, const float* x, const float* into_gx, const float* into_logdet,
+void backward(const Branch<T>& g, int n, int threads, const float* x, const float* into_moved, const float* into_logdet,
               float* kept, float* into_x, float* const* gradients) {
     std::vector<std::vector<float>> words(g.groups.size());
     int first_words;
@@ -52,7 +52,7 @@ void backward(const Branch<T>& g, int n, int threads, const float* x, const floa
     size_t needed = 3 * TILE * (g.widest + g.stride + 2 * g.t_stride) + 8 * LANES;
     in_tiles(n, threads, needed, [&](int slot, float* space, int tile, int start, int count) {
         Tile<T>(g, x + 2 * start, count, z + (size_t)tile * g.z_size)
-            .backward(words, first_words, space, into_gx + 2 * start, into_logdet + start, kept + 4 * start,
+            .backward(words, first_words, space, into_moved + 2 * start, into_logdet + start, kept + 4 * start,
                       into_x + 2 * start, &sums[(size_t)slot * g.sums]);
     });
 #pragma omp parallel for num_threads(threads)
@@ -89,17 +89,17 @@ int64_t plane_kept(const int* ints, int n) {
 }
 
 void plane_forward(int low, const int* ints, const float* floats, const float* const* pointers, int n, int threads,
-                   const float* x, float* gx, float* logdet, float* kept) {
+                   const float* x, float* moved, float* logdet, float* kept) {
     in_precision(low, [&](auto type) {
-        forward(Branch<decltype(type)>(ints, floats, pointers, threads), n, threads, x, gx, logdet, kept);
+        forward(Branch<decltype(type)>(ints, floats, pointers, threads), n, threads, x, moved, logdet, kept);
     });
 }
 
 void plane_backward(int low, const int* ints, const float* floats, const float* const* pointers, int n, int threads,
-                    const float* x, const float* into_gx, const float* into_logdet, float* kept, float* into_x,
+                    const float* x, const float* into_moved, const float* into_logdet, float* kept, float* into_x,
                     float* const* gradients) {
     in_precision(low, [&](auto type) {
-        backward(Branch<decltype(type)>(ints, floats, pointers, threads), n, threads, x, into_gx, into_logdet, kept, into_x,
+        backward(Branch<decltype(type)>(ints, floats, pointers, threads), n, threads, x, into_moved, into_logdet, kept, into_x,
                  gradients);
     });
 }

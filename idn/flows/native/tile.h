@@ -74,7 +74,7 @@ struct Tile {
             }
     }
 
-    void forward(const std::vector<std::vector<float>>& words, int last_words, float* space, float* gx, float* logdet,
+    void forward(const std::vector<std::vector<float>>& words, int last_words, float* space, float* moved, float* logdet,
                  float* jacobian) {
         float* made = wide_buffer(space, g.widest);
         Number* features = (Number*)space;
@@ -101,7 +101,7 @@ struct Tile {
         for (int p = 0; p < n; ++p) {
             const float *first = made + 2 * (points + p), *second = first + 2 * points;
             float j[4] = {first[0], first[1], second[0], second[1]};
-            for (int d = 0; d < 2; ++d) gx[2 * p + d] = layer.number * made[2 * p + d] + layer.bias[d];
+            for (int d = 0; d < 2; ++d) moved[2 * p + d] = x[2 * p + d] + layer.number * made[2 * p + d] + layer.bias[d];
             for (int d = 0; d < 4; ++d) jacobian[4 * p + d] = j[d] * layer.number;
             logdet[p] = std::log(determinant(jacobian + 4 * p));
         }
@@ -119,9 +119,8 @@ struct Tile {
         const Activation phi = group.phi;
         const float scale = group.scale, number = layer.number;
         V into_beta = {};
-        for (int c = 0; c < padded; c += LANES) {
-            V bias = {};
-            for (int p = 0; p < points; p += 2) {
+        for (int p = 0; p < points; p += 2)
+            for (int c = 0; c < padded; c += LANES) {
                 V made[3][2], feature[SIDES][3][2];
 #pragma GCC unroll 2
                 for (int i = 0; i < 2; ++i) {
@@ -143,7 +142,7 @@ struct Tile {
                         feature[side][1][i] = slope * x1, feature[side][2][i] = slope * x2;
                     }
                 }
-                bias += made[0][0] + made[0][1];
+                store(into_bias + c, load(into_bias + c) + made[0][0] + made[0][1]);
 #pragma GCC unroll 3
                 for (int j = 0; j < 3; ++j) {
                     // The columns behind belong to the next group, which has been here before.
@@ -158,12 +157,10 @@ struct Tile {
                     T::put(t + row + stride + layer.t + c, two);
                 }
             }
-            store(into_bias + c, load(into_bias + c) + bias);
-        }
         return total(into_beta);
     }
 
-    void backward(const std::vector<std::vector<float>>& words, int first_words, float* space, const float* into_gx,
+    void backward(const std::vector<std::vector<float>>& words, int first_words, float* space, const float* into_moved,
                   const float* into_logdet, const float* jacobian, float* into_x, float* sums) {
         int last = g.layers.size() - 1;
         float* into = wide_buffer(space, g.widest);
@@ -172,7 +169,7 @@ struct Tile {
         Number* t = T::PER_WORD == 1 ? paired : (Number*)space;
         float* into_betas = sums + g.sums - up(last + 1, LANES);
         enter(features, true);
-        leave(t, paired, into_gx, into_logdet, jacobian, sums + g.layers[last].db);
+        leave(t, paired, into_moved, into_logdet, jacobian, sums + g.layers[last].db);
         for (int i = last; i > 0; --i) {
             const Group& group = g.groups[i];
             int width = up(group.width, LANES), sum = up(group.after_t - group.first_t, T::PER_WORD) / T::PER_WORD;
@@ -193,10 +190,11 @@ struct Tile {
             two_columns<T>((const char*)(t + group.first_t), g.t_stride * BYTES, &words[0][c * first_words],
                            first_words, rows, into + c, 4);
         into_betas[0] += back_to_input(into, into_x);
+        for (int i = 0; i < 2 * n; ++i) into_x[i] += into_moved[i];
     }
 
     // The gradients of the last layer's rows, from those of g(x) and of ln det(I + J).
-    void leave(Number* t, Number* paired, const float* into_gx, const float* into_logdet, const float* jacobian,
+    void leave(Number* t, Number* paired, const float* into_moved, const float* into_logdet, const float* jacobian,
                float* into_bias) const {
         const Layer& layer = g.layers.back();
         for (int p = 0; p < points; ++p) {
@@ -204,7 +202,7 @@ struct Tile {
             if (p < n) {
                 const float* j = jacobian + 4 * p;
                 float part = into_logdet[p] / determinant(j);
-                rows[0][0] = into_gx[2 * p], rows[0][1] = into_gx[2 * p + 1];
+                rows[0][0] = into_moved[2 * p], rows[0][1] = into_moved[2 * p + 1];
                 rows[1][0] = part * (1 + j[3]), rows[1][1] = -part * j[2];
                 rows[2][0] = -part * j[1], rows[2][1] = part * (1 + j[0]);
             }
