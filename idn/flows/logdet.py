@@ -33,7 +33,7 @@ CHECKED = 5
 PARTS = 4
 """Pieces in which a batch is recomputed on a GPU."""
 PIXELS = 8192
-"""Pixels of a piece for every two threads of a CPU; half of them when recomputing."""
+"""Pixels of a piece for every two threads of a CPU."""
 
 
 @dataclass(frozen=True)
@@ -230,7 +230,7 @@ def parts(x: Tensor, recompute: bool) -> list[slice]:
     """A batch in pieces. A CPU is as fast on some thousand pixels; a GPU gets smaller ones only to save memory."""
     if x.device.type == "cpu":
         pixels = PIXELS * max(1, torch.get_num_threads() // 2)
-        size = max(1, pixels // (math.prod(x.shape[2:]) * (2 if recompute else 1)))
+        size = max(1, pixels // math.prod(x.shape[2:]))
     else:
         size = math.ceil(len(x) / PARTS) if recompute else len(x)
     return [slice(start, start + size) for start in range(0, len(x), size)]
