@@ -114,11 +114,14 @@ def test_what_the_kernel_does_not_know_is_left_to_torch():
     assert image_run(net, rows[:2], 1) is None or torch.get_num_threads() == 1, "one image would keep one thread busy"
 
 
-@pytest.mark.parametrize(("precision", "images"), [("fp32", (0, 3)), ("bf16", (2, 4))])
+@pytest.mark.parametrize(
+    ("precision", "growth", "images"),
+    [("fp32", 64, (4, 4)), ("fp32", 128, (0, 4)), ("fp32", 256, (0, 2)), ("bf16", 128, (4, 4)), ("bf16", 256, (0, 4))],
+)
 @torch.no_grad()
-def test_costs_count_what_recomputing_keeps(precision, images):
-    """128 channels of three images of four in fp32, in bf16 of all and of half of them again; and nothing in torch."""
-    sizes = {"growth": 128, "blocks": (1,), "fc_blocks": 0, "squeeze_first": False, "activation": "lipswish"}
+def test_costs_count_what_recomputing_keeps(precision, growth, images):
+    """512 bytes a pixel, the last layer's first; nothing in torch."""
+    sizes = {"growth": growth, "blocks": (1,), "fc_blocks": 0, "squeeze_first": False, "activation": "lipswish"}
     flow = idn.build("cifar10", "idensenet", "tiny", shape=(3, 8, 8), depth=3, **sizes)
     flow.set_precision(precision)
     g, x = flow.blocks[0].branch(), channels_last(torch.randn(4, 3, 8, 8))
