@@ -8,7 +8,7 @@ from typing import Any
 from idn.bench.work import Job, Worker
 from idn.files import write_bytes
 
-SMALL = {"blocks": (2,), "growth": 48, "fc_blocks": 0, "shape": (3, 16, 16)}
+ONE_SCALE = {"blocks": (2,), "fc_blocks": 0}
 AXES: dict[str, list[tuple[float, dict[str, Any], int]]] = {
     "blocks": [(n, {"blocks": (n,)}, 16) for n in (1, 2, 4, 8)],
     "batch": [(n, {}, n) for n in (8, 16, 32, 64)],
@@ -24,7 +24,7 @@ def sweep(threads: int, rounds: int = 5) -> list[dict[str, Any]]:
         for value, change, batch in places:
             for recompute in (False, True):
                 job = Job(True, "train", "cifar10", "idensenet-lc", batch=batch, recompute=recompute, threads=threads)
-                worker = Worker(replace(job, overrides=SMALL | change))
+                worker = Worker(replace(job, overrides=ONE_SCALE | change))
                 measured = [worker.repeat(seed % 2) for seed in range(rounds)]
                 worker.close()
                 seconds, peak = min(each.seconds for each in measured), max(each.peak for each in measured)
