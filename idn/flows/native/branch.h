@@ -1,6 +1,6 @@
 // A branch: its layers with their normalised weights, the features they read, and the gradients of what it is made of.
 #pragma once
-#include "products.h"
+#include "lanes.h"
 
 namespace {
 
@@ -136,10 +136,18 @@ struct Branch {
         int width = row_length(layer.outputs);
         std::vector<float> words(up(layer.inputs, T::PER_WORD) / T::PER_WORD * width, 0.0f);
         Number* numbers = (Number*)words.data();
-        for (int o = 0; o < layer.outputs; ++o) {
-            const float* row = &layer.normalised[o * layer.inputs];
-            for (int k = 0; k < layer.inputs; ++k) numbers[place(k, o, width)] = T::number(row[k]);
-        }
+        for (int o = 0; o < layer.outputs; o += LANES)
+            for (int k = 0; k < layer.inputs; k += LANES) {
+                V block[LANES];
+                turned(&layer.normalised[o * layer.inputs + k], layer.inputs, layer.outputs - o, layer.inputs - k, block);
+                for (int l = 0; l < std::min(LANES, layer.inputs - k); l += T::PER_WORD) {
+                    Number* to = numbers + place(k + l, o, width);
+                    if (T::PER_WORD == 1)
+                        T::put(to, block[l]);
+                    else
+                        T::put_pair(to, 0, block[l], block[l + 1], LANES);
+                }
+            }
         return words;
     }
 

@@ -24,7 +24,7 @@ float* memory(size_t floats) {
     return aligned(kept.get());
 }
 
-struct Space {
+struct Workspace {
     float* next;
 
     template <class Number>
@@ -46,7 +46,7 @@ void over_images(int count, int threads, size_t floats, Each each) {
 #pragma omp parallel for num_threads(threads) schedule(static, 1)
     for (int slot = 0; slot < threads; ++slot) {
         float* start = memory<IMAGES>(floats);
-        for (int image = slot; image < count; image += threads) each(slot, image, Space{start});
+        for (int image = slot; image < count; image += threads) each(slot, image, Workspace{start});
     }
 }
 
@@ -68,7 +68,7 @@ void forward(const Call& call, const Number* x, void* const* kept, void* const* 
     Net<T> net(call);
     Passes<T> pass(net, call);
     const long pixels = pass.pixels();
-    over_images(call.points, call.threads, pass.rows * pass.size(net.features), [&](int, int p, Space space) {
+    over_images(call.points, call.threads, pass.rows * pass.size(net.features), [&](int, int p, Workspace space) {
         float* f[MOST_ROWS];
         for (int r = 0; r < pass.rows; ++r) {
             f[r] = space.image(pass.frame, net.features);
@@ -88,7 +88,7 @@ void pull(const Call& call, int count, const Number* u, void* const* slopes, flo
     Net<T> net(call);
     Passes<T> pass(net, call);
     const long pixels = pass.pixels();
-    over_images(count, call.threads, pass.size(net.slots) + up(pass.shares(), LANES), [&](int, int i, Space space) {
+    over_images(count, call.threads, pass.size(net.slots) + up(pass.shares(), LANES), [&](int, int i, Workspace space) {
         float* t = space.image(pass.frame, net.slots);
         pass.enter(u + i * pixels * net.channels, 1, t);
         std::vector<const Number*> own;
@@ -151,7 +151,7 @@ void backward(const Call& call, const Number* x, void* const* kept, const Number
     float* total = memory<SUMS>(call.threads * sums);
     std::fill_n(total, call.threads * sums, 0.0f);
     std::vector<double> betas((size_t)call.threads * depth);
-    over_images(call.points, call.threads, needed, [&](int slot, int p, Space space) {
+    over_images(call.points, call.threads, needed, [&](int slot, int p, Workspace space) {
         float *f[MOST_ROWS], *t[MOST_ROWS], *leaving[MOST_ROWS], *f_words[MOST_ROWS], *t_words[MOST_ROWS];
         std::vector<Rows<Number>> y;
         int unknown = 0;  // layers whose y is made again, and before them

@@ -31,4 +31,10 @@ inline void transpose(V* x) {
     if constexpr (2 * APART < LANES) transpose<2 * APART>(x);
 }
 
+// As many columns of a matrix as there are lanes, in vectors over as many rows; zeros behind its ends.
+inline void turned(const float* from, long stride, int rows, int columns, V* to) {
+    for (int r = 0; r < LANES; ++r) to[r] = r < rows ? some(from + r * stride, columns) : V{};
+    transpose(to);
+}
+
 }  // namespace

@@ -1,5 +1,5 @@
 // Norms of matrices that are small on one side, found and proven as in `matrices.py`, all layers in one call.
-#include "products.h"
+#include "lanes.h"
 
 namespace {
 
@@ -80,9 +80,17 @@ struct Matrix {
         float *columns = space.data(), *gram = columns + (size_t)large * width, *proof = gram + small * width;
         float *vector = proof + small * width, *product = vector + width, *image = product + width;
         float scale = largest(weight, outputs * inputs), share = 1 / scale;
-        for (int o = 0; o < outputs; ++o)
-            for (int i = 0; i < inputs; ++i)
-                columns[wide ? i * width + o : o * width + i] = weight[(size_t)o * inputs + i] * share;
+        for (int i = 0; i < inputs; i += LANES)
+            for (int o = 0; o < outputs; o += wide ? LANES : 1) {
+                const float* from = weight + (size_t)o * inputs + i;
+                V block[LANES] = {};
+                if (wide)
+                    turned(from, inputs, outputs - o, inputs - i, block);
+                else
+                    block[0] = some(from, inputs - i);
+                for (int l = 0; l < (wide ? std::min(LANES, inputs - i) : 1); ++l)
+                    store(columns + (wide ? (i + l) * width + o : o * width + i), block[l] * share);
+            }
         ::product<Full>({columns, 4, 4L * width}, columns, width, large, small, small, gram, width, false);
         if (wide)
             times(v, columns, large, width, vector);
