@@ -32,12 +32,15 @@ def spare_collector() -> None:
 
 
 def resident() -> tuple[int, int]:
-    """Bytes of this process in memory: now, and at most so far. Zeros where the system does not tell."""
+    """Bytes of this process in memory: now, and at most so far. Zeros where the system does not tell.
+
+    Pages of files do not count: the code of libraries comes in as it is used, is shared, and can be dropped.
+    """
     if not STATUS.exists():
         return 0, 0
     lines = dict(line.split(":", 1) for line in STATUS.read_text().splitlines() if ":" in line)
-    now, most = (int(lines[name].split()[0]) * 1024 for name in ("VmRSS", "VmHWM"))
-    return now, most
+    now, most, files = (int(lines[name].split()[0]) * 1024 for name in ("VmRSS", "VmHWM", "RssFile"))
+    return now - files, most - files
 
 
 def forget_peak() -> None:
