@@ -7,6 +7,7 @@
 
 namespace {
 
+constexpr int LINE = 16;  // floats of a line of the cache
 float* aligned(float* start) { return (float*)(((uintptr_t)start + 63) / 64 * 64); }
 
 // Memory that a thread goes on using: a piece for its images, and the calling one's for the sums of all threads.
@@ -18,7 +19,7 @@ float* memory(size_t floats) {
     static thread_local size_t size = 0;
     if (size < floats) {
         kept.reset();  // before the larger one is taken
-        kept.reset(new float[floats + LANES]);
+        kept.reset(new float[floats + LINE]);
         size = floats;
     }
     return aligned(kept.get());
