@@ -70,12 +70,12 @@ class BlockCost:
 
     def remembered(self, kernel_bytes: int) -> tuple[float, float]:
         """Bytes per point that this kernel keeps, and the arithmetic that it is spared."""
-        left, spared = float(self.room if kernel_bytes else 0), 0.0
-        for numbers, flops in self.entering:
-            kept = min(left, kernel_bytes * numbers)
-            left -= kept
-            spared += flops * kept / max(1, kernel_bytes * numbers)
-        return (self.room if kernel_bytes else 0) - left, spared
+        left, spared = float(self.room), 0.0
+        for numbers, flops in self.entering if kernel_bytes else ():
+            share = min(1.0, left / (kernel_bytes * numbers))
+            left -= share * kernel_bytes * numbers
+            spared += share * flops
+        return self.room - left, spared
 
 
 @dataclass(frozen=True)
